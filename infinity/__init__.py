@@ -2,13 +2,13 @@
 
 model = infinity.load_pretrained("path/or/hub-id", "swap.yaml")
 optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-...                                        # the training loop stays as it was
+...                                        # the training loop is unchanged
 infinity.save_pretrained(model, "out/")
 
 [Note: what is imported when]
-The import of torch and transformers takes seconds, and `infinity --help` needs neither. A public name is therefore
-imported when it is first used. This file lists each public name three times: for type checkers, in _HOMES, and in
-__all__. A test compares the three lists.
+The import of torch and transformers takes seconds, and `infinity --help` needs neither of them. A public name is
+therefore imported when it is first used. This file lists each public name three times: for type checkers, in _HOMES,
+and in __all__. A test compares the three lists.
 """
 
 from importlib import import_module
@@ -154,7 +154,7 @@ if not TYPE_CHECKING:  # type checkers must not see __getattr__, so that they re
         elif name in _MODULES:
             value = import_module(f"infinity.{name}")
         elif name in _PACKAGES:
-            for home in _HOMES:  # the imports make the modules attributes of their package
+            for home in _HOMES:  # each import makes the module an attribute of its package
                 if not home.startswith("integrations"):
                     import_module(f"infinity.{home}")
             value = import_module(f"infinity.{name}")

@@ -1,5 +1,5 @@
-"""The command `python -m infinity …`, for launchers that start modules. It does the same as the command `infinity
-…`."""
+"""The command `python -m infinity …`, for launchers that start Python modules. It does the same as the command
+`infinity …`."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""Exceptions of infinity: one class per cause. Each message says what happened, where, and what to do."""
+"""Exceptions of infinity, with one class for each cause. Each message says what happened, where it happened, and what
+to do."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ _SHOWN_MAX = 4000
 
 
 def printable(text: object, *, lines: bool = False) -> str:
-    """Return `text` in a form that is safe to show on a terminal, cut to 4000 characters.
+    """Return `text` in a form that is safe to show on a terminal, shortened to 4000 characters.
 
     Control characters, escape sequences, characters that reverse the direction of writing, and bytes that are not UTF-8
     are escaped.
 
     Args:
         text: the text.
-        lines: keep line breaks and tabs.
+        lines: whether line breaks and tabs are kept.
     """
     whole = str(text)
     shown = whole[:_SHOWN_MAX]
@@ -31,7 +32,7 @@ def printable(text: object, *, lines: bool = False) -> str:
 class InfinityError(Exception):
     """Base class of every error that infinity raises on purpose.
 
-    Because a message may quote names from files and models, the message is made printable.
+    A message may quote names from files and models, so control characters in the message are escaped.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -39,7 +40,7 @@ class InfinityError(Exception):
 
 
 def cause_of(error: BaseException | None) -> InfinityError | None:
-    """Return the first InfinityError in an exception's chain of causes, starting with the exception; None if there is
+    """Return the first InfinityError among an exception, its cause, the cause of its cause, and so on; None if there is
     none."""
     while error is not None and not isinstance(error, InfinityError):
         error = error.__cause__
@@ -63,12 +64,12 @@ class ModelError(InfinityError):
 
 
 class DeviceRoomError(PlanError):
-    """memory.device has no room for the units that are needed at once. Either all ranks raise this error, or no rank
-    does.
+    """memory.device has no room for the units that are needed at the same time. Either all ranks raise this error, or
+    no rank does.
 
     Attributes:
         limit_bytes: memory.device of this process, in bytes.
-        peers: facts about the other ranks that the plan used (plan/plan_input.py: Peers); None: not set yet.
+        peers: facts about the other ranks that the plan has used (plan/plan_input.py: Peers); None: not set yet.
     """
 
     def __init__(self, message: str, limit_bytes: int) -> None:
@@ -83,19 +84,20 @@ class DeviceRoomError(PlanError):
 
 
 class TooLateError(ModelError):
-    """A model that was changed after it was offloaded cannot be offloaded again; nothing was changed."""
+    """A model was changed after it was offloaded, and cannot be offloaded again. The failed call has changed
+    nothing."""
 
 
 class ReleasedParameterError(ModelError):
-    """A parameter, or its gradient, was used while its values are in the store."""
+    """A parameter or its gradient was used while the parameter's values are in the store."""
 
 
 class StaleWeightsError(ModelError):
-    """A backward pass needs weights, or saved tensors, that were changed since its forward pass."""
+    """A backward pass needs weights or saved tensors that were changed after its forward pass."""
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """The device's runtime failed, and data in flight to or from the device is lost."""
+    """The runtime of the device (the GPU) failed, and data in flight to or from the device are lost."""
 
 
 class NonFiniteGradientError(InfinityError):
@@ -106,15 +108,15 @@ class NonFiniteGradientError(InfinityError):
 
 
 class ForkError(InfinityError):
-    """infinity was used in a forked child, where its threads and pinned memory do not exist."""
+    """infinity was used in a forked child process, in which its threads and pinned memory do not exist."""
 
 
 class BenchError(InfinityError):
-    """infinity-bench cannot do the measurement that was asked for, or a disk returned wrong data."""
+    """infinity-bench cannot do the requested measurement, or a disk returned wrong data."""
 
 
 class StoreLockedError(InfinityError):
-    """The swap directory belongs to another run."""
+    """The swap directory is in use by another run."""
 
 
 class StoreNotEmptyError(InfinityError):
@@ -122,7 +124,7 @@ class StoreNotEmptyError(InfinityError):
 
 
 class ResumeError(InfinityError):
-    """There is nothing to resume, or the run to resume does not fit the model, the optimizer or the config.
+    """There is nothing to resume, or the run that would be resumed does not fit the model, the optimizer or the config.
 
     The message says what differs.
     """
@@ -133,7 +135,7 @@ class NoStoreError(ResumeError):
 
 
 class DirtyStoreError(ResumeError):
-    """The store was updated in place, without commits, so its states belong to no single step."""
+    """The store was updated in place, without commits, so its states do not belong to the same step."""
 
 
 class ManifestError(ResumeError):
@@ -147,7 +149,7 @@ class ManifestError(ResumeError):
 
 
 class DamagedFileError(ManifestError):
-    """A small file of a store is missing, or its bytes differ from those that were written."""
+    """A small file of a store is missing, or its bytes differ from the bytes that were written."""
 
 
 class NewerVersionError(ManifestError):
@@ -158,7 +160,7 @@ class PeerError(InfinityError):
     """This rank cannot continue, because another rank or a common operation of the ranks failed.
 
     Attributes:
-        rank: the rank at fault; None if not exactly one rank is known to be at fault.
+        rank: the rank at fault, if exactly one rank is known to be at fault; otherwise None.
         ranks: all ranks at fault, ascending.
         cause: description of what happened.
         advice: description of what to do.
@@ -178,7 +180,8 @@ class PeerError(InfinityError):
         return type(self), (self.cause, self.ranks, self.advice)
 
     def again(self) -> PeerError:
-        """Return an equal error that can be raised. An error that was raised before would keep its first traceback."""
+        """Return a new error that is equal to this one. If an error is raised a second time, it keeps the traceback of
+        the first time."""
         copy = PeerError(self.cause, self.ranks, self.advice)
         copy.__cause__ = self.__cause__
         return copy
@@ -207,7 +210,7 @@ class SwapIOError(InfinityError, OSError):
         step: the optimizer step during which the transfer failed.
 
     Args:
-        begun: whether states have been moved; false while the store is being created.
+        begun: whether states have been moved; False while the store is being created.
     """
 
     advice = ""
@@ -246,15 +249,16 @@ class SwapIOError(InfinityError, OSError):
 
 
 class SwapCorruptionError(SwapIOError):
-    """The store returned other data than were written: torn, stale, misdirected or with flipped bits."""
+    """The data that were read from the store differ from the data that were written: torn, stale, misdirected or with
+    flipped bits."""
 
     advice = "The device, its cable or its memory returned wrong data without an error: check its health (smartctl)."
 
 
 class SwapTimeoutError(SwapIOError):
-    """A device did not complete a transfer within nvme.deadline_s, and infinity no longer waits for it.
+    """A disk did not complete a transfer within nvme.deadline_s, and infinity no longer waits for the transfer.
 
-    The device may still read or write the memory of the transfer, so the memory is never used or freed again.
+    The disk may still read or write the memory of the transfer, so this memory is never reused or freed.
     """
 
     advice = (
@@ -264,15 +268,16 @@ class SwapTimeoutError(SwapIOError):
 
 
 class DeviceCopyError(SwapIOError, DeviceError):
-    """A copy to or from the compute device failed: of data read from the store, or of data to be written to the store.
+    """A copy to or from the GPU failed. Its data were read from the store, or would have been written to the store.
 
-    `path` names the device, and `cause` has the number of the runtime's error; the error has no position in a file.
+    `path` is the name of the device, and `cause` has the number of the runtime's error. The error has no position in a
+    file.
     """
 
     advice = (
         "Error 2 is out of memory: lower memory.device, or free memory that other processes use there. The "
-        "documentation of the device's "
-        "runtime lists the other errors; after most of them the process cannot use the device any more."
+        "documentation of the device's runtime lists the other errors; after most of them the process cannot use the "
+        "device any more."
     )
 
     def _where(self) -> str:

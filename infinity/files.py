@@ -1,7 +1,7 @@
 """Safe access to files: reading small files of unknown origin, replacing files, and checking names that users give.
 
-Only regular files are read, and never more bytes than the reader asks for. A FIFO, a device or a socket in place of a
-file would block the reader, or supply endless data. The kind of a file is determined from the open descriptor, because
+Only regular files are read, and no more bytes than the caller requests. A FIFO, a device or a socket in place of a file
+would block the reader, or deliver data without end. The kind of a file is determined from the open descriptor, because
 another file can be moved to the path at any time.
 """
 
@@ -31,7 +31,7 @@ _KINDS = (
 
 
 class UnusableFileError(OSError):
-    """The path names no regular file, or a file too large to have been written by infinity."""
+    """The path is not that of a regular file, or the file is too large to be one of infinity's files."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.EINVAL, problem, str(path))
@@ -39,11 +39,11 @@ class UnusableFileError(OSError):
 
 @contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
-    """Open a regular file for reading; yields its descriptor and its size in bytes.
+    """Open a regular file for reading. Yields the file's descriptor and its size in bytes.
 
     Args:
         path: path of the file.
-        follow: if `path` is a symbolic link, open the file that it names.
+        follow: whether the target is opened if `path` is a symbolic link; False: a symbolic link is an error.
 
     Raises:
         UnusableFileError: the path does not name a regular file.
@@ -73,7 +73,8 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
 
 
 def read(descriptor: int, nbytes: int) -> bytes:
-    """Return the first `nbytes` of a file, or fewer if the file was truncated meanwhile. Raises OSError."""
+    """Return the first `nbytes` bytes of a file, or fewer if the file was truncated after its size was determined.
+    Raises OSError."""
     parts, at = [], 0
     while at < nbytes:
         part = os.pread(descriptor, min(nbytes - at, _READ_BYTES), at)
@@ -87,7 +88,7 @@ def read(descriptor: int, nbytes: int) -> bytes:
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
     """Return all bytes of a regular file.
 
-    Raises the errors of opened(), and UnusableFileError for a file above `bytes_max`.
+    Raises the errors of opened(), and UnusableFileError for a file of more than `bytes_max` bytes.
     """
     with opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > bytes_max:
@@ -106,16 +107,16 @@ def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """Return `path` as an absolute path if it exists, else its nearest existing parent.
+    """Return `path` as an absolute path if it exists; otherwise return its nearest parent that exists.
 
-    Raises OSError if existence cannot be checked.
+    Raises OSError if the system does not say whether a path exists.
     """
     there = path.expanduser().absolute()
     return next(each for each in (there, *there.parents) if each.exists())
 
 
 def require_possible(name: str) -> None:
-    """Raise ValueError for a text that can never name a file or directory.
+    """Raise ValueError for a text that cannot be the name of any file or directory.
 
     Such a text is empty, too long or not UTF-8, contains a NUL, or begins with ~ and the name of a user who does not
     exist.
@@ -135,9 +136,9 @@ def require_possible(name: str) -> None:
 
 
 def require_different(paths: Iterable[Path]) -> None:
-    """Raise ValueError if two paths name the same directory, directly or by links or mounts.
+    """Raise ValueError if two paths lead to the same directory, also through links or mounts.
 
-    Directories that do not exist yet are compared by name alone.
+    Directories that do not exist yet are compared only by their names.
     """
     seen: dict[object, Path] = {}
     for path in paths:
@@ -155,7 +156,7 @@ def require_different(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.replace) -> Iterator[None]:
-    """Rename `aside` to `path` at the end of the `with` block, which writes `aside`.
+    """Rename `aside` to `path` at the end of the `with` block. The block must write the file `aside`.
 
     If the block or the rename fails, `aside` is removed and `path` is unchanged.
 
@@ -175,8 +176,8 @@ def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.r
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Yield a new text file, which the `with` block writes. The file replaces `path` when the block ends without an
-    error.
+    """Yield a new text file, to which the `with` block writes. When the block ends without an error, the file replaces
+    `path`.
 
     An existing file is never overwritten in place, because the file may be a link to another file.
 

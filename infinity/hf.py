@@ -1,6 +1,6 @@
 """Helpers for scripts that use the trainers of transformers and TRL. Importing this module imports transformers.
 
-A further helper, for `from_pretrained`, is infinity.InfinityConfig.
+infinity.InfinityConfig is another helper, for `from_pretrained`.
 """
 
 from infinity.integrations.plug_points import Checkpoints, optimizer_factory

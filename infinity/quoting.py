@@ -1,4 +1,5 @@
-"""Values of users and other libraries, formatted for messages: shortened, and with control characters escaped."""
+"""Functions that format values from users and other libraries for messages. The text is shortened, and control
+characters are escaped."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import reprlib
 from infinity.errors import printable
 
 _LIMIT = 80
-"""Characters of a value that a message shows."""
+"""Number of characters of a value that a message shows."""
 _RAISED_LIMIT = 1000
-"""Characters of another library's exception that a message shows, because the exception may repeat a long value."""
+"""Number of characters of another library's exception that a message shows. Such an exception may repeat a long
+value."""
 
 
 class _Short(reprlib.Repr):
-    """Repr that is bounded in depth, width and length, even for a value that contains itself."""
+    """Version of repr() with limits for depth, width and length, also for a value that contains itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +30,8 @@ class _Short(reprlib.Repr):
 
 
 def quoted(value: object) -> str:
-    """Return repr(value), in which each text is cut to about 80 characters; a text that was cut is followed by its
-    length.
+    """Return repr(value), in which each text is shortened to about 80 characters. The length of the text follows a
+    shortened text.
 
     Characters that are not printable are escaped, so that a value cannot move the cursor, colour the terminal or begin
     a new line.

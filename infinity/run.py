@@ -1,5 +1,5 @@
-"""The command `python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules. It does the same as
-`infinity run`."""
+"""The command `python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start Python modules. It does the same
+as `infinity run`."""
 
 import sys
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from infinity.quoting import quoted
 
 PAGE_BYTES = 4096
-"""Alignment of every transfer to or from a swap file, in bytes."""
+"""Bytes to which every transfer to or from a swap file is aligned."""
 
 SIZE_MAX = 1 << 60
 """Largest size that a config or an option may have, in bytes."""
@@ -23,7 +23,7 @@ _SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0
 
 
 def parse_bytes(value: object) -> object:
-    """Convert "64MiB", "2.5GB" or an integer to bytes; None stays None.
+    """Convert a size such as "64MiB", "2.5GB" or an integer to a number of bytes. None is returned unchanged.
 
     Raises ValueError for any other value, and for sizes above 1 EiB.
     """
@@ -42,7 +42,7 @@ def parse_bytes(value: object) -> object:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Format a size for people: 1610612736 → '1.50 GiB'."""
+    """Format a size for messages: 1610612736 → '1.50 GiB'."""
     for unit, size in _SHOWN:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -50,14 +50,15 @@ def format_bytes(nbytes: float) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """Format a size for a swap config, rounded up to complete pages: 135168 → '132KiB', 2097152 → '2MiB'."""
+    """Format a size for a swap config, rounded up to a multiple of the page size: 135168 → '132KiB', 2097152 →
+    '2MiB'."""
     nbytes = round_up(nbytes, PAGE_BYTES)
     unit, size = next((unit, size) for unit, size in _SHOWN if nbytes % size == 0)
     return f"{nbytes // size}{unit}"
 
 
 def enough_bytes(nbytes: int) -> str:
-    """Format a size for a swap config, rounded up to a short number: 109797944 KiB → '105GiB'."""
+    """Format a size for a swap config, rounded up to a number with few digits: 109797944 KiB → '105GiB'."""
     unit, size = next(((unit, size) for unit, size in _SHOWN if nbytes >= 10 * size), _SHOWN[-1])
     return f"{-(-nbytes // size)}{unit}"
 

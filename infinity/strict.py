@@ -1,10 +1,11 @@
 """Strict parsers of YAML and JSON. A key that occurs twice is an error.
 
 [Note: which YAML]
-Plain scalars are the scalars of YAML 1.2's core schema, decimal only: null, true and false, integers and fractions.
-Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates (YAML 1.1 and PyYAML read these as
-other values). Where a number is expected, such a text is an error. Anchors, aliases, merge keys and tags are errors: a
-swap config needs none of these, and a few lines that use them can expand to gigabytes.
+Plain scalars are read by the core schema of YAML 1.2, but numbers only in decimal form: null, true and false, integers
+and fractions. Everything else is text, for example `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates. (YAML
+1.1 and PyYAML read these as other values.) If a number is expected, such a text is an error. Anchors, aliases, merge
+keys and tags are errors, because a swap config needs none of these, and a few lines that use them can expand to
+gigabytes.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document.
 
     Raises:
-        ValueError: the text is not valid. The message is one line; it names line and column of the problem if they are
-            known.
+        ValueError: the text is not valid. The message is one line, and names the line and column of the problem if
+            these are known.
     """
     try:
         return yaml.load(text, _Loader)
@@ -85,7 +86,7 @@ class _Loader(yaml.SafeLoader):
 for _tag, _form, _begins in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    # longer integers stay text, which every schema rejects
+    # longer integers are read as text, which every schema rejects
     ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)?(?:\.[0-9]+|(?<=[0-9])\.)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)[eE][-+]?[0-9]+", list("-+0123456789")),

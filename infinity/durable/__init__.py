@@ -1,1 +1,2 @@
-"""State that survives the process: commits, tracked objects of the training loop and RNG states."""
+"""State that still exists after the process has ended: commits, tracked objects of the training loop, and states of
+random number generators."""

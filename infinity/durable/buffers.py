@@ -15,9 +15,9 @@ from infinity.errors import ResumeError
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the persistent buffers with their full names.
+    """Yield the persistent buffers with their full names.
 
-    A buffer that several names refer to appears under each name.
+    If several names refer to one buffer, the buffer is yielded under each name.
     """
     return iter(reader(model)().items())
 
@@ -25,7 +25,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
     """Return a function that reads the current values of the persistent buffers.
 
-    The function does not keep the model alive. The function still works after the model is gone.
+    The function does not keep the model alive, and still works when the model no longer exists.
     """
     places = [
         (f"{prefix}.{name}" if prefix else name, module._buffers, name)

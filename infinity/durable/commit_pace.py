@@ -1,6 +1,6 @@
 """The interval between commits: every N-th step is committed.
 
-Where the plan knows only an upper bound of N (plan/commit_frequency.py), N is measured during the run.
+If the plan has only an upper bound of N (plan/commit_frequency.py), N is computed from measurements during the run.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ logger = logging.getLogger(__name__)
 class CommitPace:
     """The decision which steps are committed.
 
-    A run that measures N commits its first two steps, to find out the cost of a commit and the time of a step. After
-    each commit, the run sets N so that commits take at most 5 % of the time. The cost of a commit is the time for which
-    the loop waits for the commit.
+    A run that measures N commits its first two steps, to measure the cost of a commit and the time of a step. After
+    each commit, the run sets N such that commits take at most 5 % of the time. The cost of a commit is the time during
+    which the loop waits for the commit.
 
-    Invariant: after the first call of due() for a step, due() gives the same answer for this step, because updates
-    that rely on the answer have begun.
+    Invariant: all calls of due() for the same step return the same answer, because updates that rely on the first
+    answer have begun.
 
-    Several ranks commit the same steps. Before each step, the ranks agree on the largest N that any of them has
-    measured (lead). This N applies from the step after the next step on. Before that step, a rank's own measurement has
-    no effect.
+    Several ranks commit the same steps. Before each step, the ranks agree on the largest N that any rank has measured
+    (`lead`). This N is used from the step after the next one on. Until then, a rank's own measurement has no effect.
 
     Args:
         commits: interval between commits from the plan.
-        agreed: whether this process is one of several ranks (GenerationMaker).
+        agreed: whether several ranks agree on N (GenerationMaker.agrees_on_pace).
         clock: function that returns the time in seconds.
     """
 
@@ -45,7 +44,7 @@ class CommitPace:
         self._every = self._asked_every = self._measured = 1 if self._measures else commits.every
         self._asked = -1
         self._held_s = 0.0
-        self._last: tuple[int, float] | None = None  # step of the last commit and the time at which it was finished
+        self._last: tuple[int, float] | None = None  # of the last commit: its step and its end
 
     @property
     def every(self) -> int:
@@ -53,9 +52,9 @@ class CommitPace:
         return self._measured
 
     def lead(self, every: int, step: int) -> None:
-        """Commit every `every`-th step among the steps after `step`, until the ranks agree again.
+        """Commit every `every`-th step of the steps after `step`, until the ranks agree again.
 
-        `step` itself keeps the former interval, because some ranks may have called due() for this step already.
+        For `step` itself the former interval is used, because some ranks may have already called due() for this step.
         """
         self.due(step)
         self._every = every
@@ -68,7 +67,7 @@ class CommitPace:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count the time in this context as time for which the loop waits for a commit."""
+        """Count the time in this context as time during which the loop waits for a commit."""
         began = self._clock()
         try:
             yield

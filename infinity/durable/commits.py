@@ -1,12 +1,13 @@
-"""Commits: when generations are made, and which values they keep in addition to the states.
+"""Commits: the times at which generations are made, and the values that generations keep in addition to the states.
 
 [Note: when a commit is begun and when it is finished]
-A commit is begun when the step is decided. Its body is frozen when the next training forward begins: the body then has
-the tracked objects as they were at the top of the loop (see tracked_objects.py). Meanwhile, the updates of the step
-continue. After the last update has finished, the commit writes the states in RAM that no update wrote to the store, and
-starts the fdatasync. When the fdatasync is done, the manifest is written and the commit is finished. The commit is
-finished at the latest before the next step writes anything. An explicit infinity.commit and the end of a run also
-finish the commit.
+A commit is begun when the step is decided. The body of a generation is the values that it keeps in addition to the
+states. The top of the loop is the beginning of an iteration of the training loop. When the next training forward
+begins, the body is frozen, with the states that the tracked objects had at the top of the loop (see
+tracked_objects.py). Meanwhile, the updates of the step continue. After the last update has finished, the commit writes
+the states in RAM that no update wrote to the store, and starts the fdatasync. When the fdatasync is done, the manifest
+is written and the commit is finished. The commit is finished at the latest before the next step writes anything. A call
+of infinity.commit and the end of the run also finish the commit.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class Commit:
-    """A generation that is being made. Its body is frozen once and its states are synced once, in either order.
+    """A generation that is being made. Its body is frozen, and its states are synced, in any order.
 
     Attributes:
-        body: values that the generation keeps in addition to the states; None until they are frozen.
+        body: values that the generation keeps in addition to the states; None until the body is frozen.
         sync: fdatasync of the swap files after all writes; None until all updates of the step are finished.
     """
 
@@ -59,20 +60,21 @@ class Commit:
 
     @property
     def ready(self) -> bool:
-        """Whether finishing the commit would wait only for writes of small files."""
+        """Whether finishing the commit would only have to write small files."""
         return self.body is not None and self.sync is not None and self.sync.done()
 
 
 class Commits:
     """The generations of a run.
 
-    Life cycle of each generation: begin() → forward_begins() → write_remaining() → finish(). The two middle calls may
-    come in either order or be left out, because finish() does the work of a missing call. Before finish(), all updates
-    of the step must be finished.
+    Life cycle of each generation: begin() → forward_begins() → write_remaining() → finish(). forward_begins() and
+    write_remaining() may be called in any order, or not at all, because finish() does the work of a missing call.
+    Before finish(), all updates of the step must be finished.
 
     Attributes:
-        tracking: objects given to infinity.track.
-        resumed: the generation that the run was resumed from; None after the first step, or if the run was not resumed.
+        tracking: the objects that were passed to infinity.track.
+        resumed: the generation from which the run was resumed; None after the first step, or if the run was not
+            resumed.
 
     Args:
         resources: the plan, the store, the units and the generations.
@@ -97,8 +99,8 @@ class Commits:
         self._pace = CommitPace(resources.plan.placement.commits, agreed=maker.agrees_on_pace)
         self._commit: Commit | None = None
         self._owed = False
-        self._touched = False  # states were written outside a step since the newest generation was begun
-        self._waited = False  # a forward began after the commit was begun, before the loop reached its top
+        self._touched = False  # states were written outside of a step after the newest generation was begun
+        self._waited = False  # after the commit was begun, a forward began before the loop reached its top
         self._several_steps_an_item = False
         self._closing = False
         self.tracking = Tracking(optimizers.checkpoint, buffers)
@@ -114,9 +116,9 @@ class Commits:
         self.resumed = ResumedGeneration(step, body)
 
     def step_done(self) -> None:
-        """Record that a step was done: the run has moved past the generation it was resumed from."""
+        """Record that a step was done. The run has then left the generation from which it was resumed."""
         self.resumed = None
-        # with several optimizers, a step uses the gradients of only one; zero_grad reports the end of the others
+        # With several optimizers, a step uses the gradients of only one. The other gradients end with zero_grad.
         if len(self._optimizers) <= 1:
             self.tracking.gradients_gone()
 
@@ -136,7 +138,7 @@ class Commits:
         return None if self._resources.generations is None else self._resources.generations.newest
 
     def begin(self, step: int) -> None:
-        """Begin the generation of `step`: its states will be the states after this step.
+        """Begin the generation of `step`, whose states are the states after this step.
 
         Raises:
             ConfigError: the state of a tracked object cannot be kept.
@@ -148,37 +150,36 @@ class Commits:
         self.begin_again(step)
 
     def skip_commit(self) -> None:
-        """Record that the step that was just done is not due for a commit."""
+        """Record that the step that was just done is not committed."""
         if self._resources.generations is not None:
             self.tracking.step_passed()
 
     def begin_again(self, step: int) -> None:
-        """Begin the generation of `step` without the end of a step.
+        """Begin the generation of `step` when no step has just ended.
 
-        Use this method for a commit that was dropped before a write, and for a step that was not due for a commit. The
-        loop is still at the same place, so the states of the tracked objects are not recorded again.
+        This is for a commit that was dropped before a write, and for a step that was not committed. The loop is still
+        at the same place, so the states of the tracked objects are not recorded again.
         """
         self._commit, self._owed, self._touched = Commit(step), False, False
 
     def _learn(self) -> None:
-        """Detect a loop that makes several steps for one item of its loader.
+        """Notice a loop that makes several steps for one item of its loader.
 
-        In such a loop, the next step comes while a commit waits for the top of the loop.
+        In such a loop, the next step begins while a commit waits for the top of the loop.
         """
         if self._owed and self._waited and len(self._optimizers) == 1 and not self._several_steps_an_item:
             self._several_steps_an_item = True
             logger.warning(
                 "the loop makes several optimizer steps for one item of the loader that it tracks: a run that resumes "
-                "from a generation between these steps is not exact. Set commit_every to a "
-                "multiple of the steps per item, or "
-                "to a large number and call infinity.commit(model) at the end of an iteration"
+                "from a generation between these steps is not exact. Set commit_every to a multiple of the steps per "
+                "item, or to a large number and call infinity.commit(model) at the end of an iteration"
             )
         self._waited = False
 
     def write_remaining(self) -> None:
-        """Write the states that no update of the step wrote, and start the fdatasync.
+        """Write the states that no update of the step has written, and start the fdatasync.
 
-        All updates of the step must be finished. Calls after the first have no effect.
+        All updates of the step must be finished. Only the first call has an effect.
 
         Raises:
             SwapIOError: the device failed.
@@ -195,7 +196,7 @@ class Commits:
 
     @property
     def ready(self) -> bool:
-        """Whether finish() would wait only for writes of small files."""
+        """Whether finish() would only have to write small files."""
         return self._commit is not None and self._commit.ready
 
     def _require_generations(self) -> Generations:
@@ -221,13 +222,14 @@ class Commits:
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
         """Freeze the body of the current commit if the loop is at its top.
 
-        With a tracked loader, the loop is at its top once the loader was asked for the next item. Until that moment the
-        commit waits, because this forward may run between a step and its scheduler's step. Where the loop makes several
-        steps for one item, the next step replaces the waiting commit. After such a replacement in a loop with one
-        optimizer, all later commits are frozen at the next forward, wherever the loop is.
+        With a tracked loader, the loop is at its top after it has asked the loader for the next item. Until then the
+        commit waits, because this forward may run between a step and its scheduler's step. If the loop makes several
+        steps for one item, the next step drops the waiting commit, and its own commit takes the place. If this happens
+        in a loop with one optimizer, all later commits are frozen at the next forward, even if the loop is not at its
+        top.
 
         Args:
-            graph: function that returns an object while the backward of this forward may still run, and None
+            graph: function that returns an object as long as the backward of this forward may still run, and None
                 afterwards.
         """
         if self._commit is not None and not self.frozen:
@@ -238,10 +240,11 @@ class Commits:
         self.tracking.forward_begins(graph)
 
     def write_begins(self) -> None:
-        """Prepare for a write outside a step.
+        """Prepare for a write outside of a step.
 
-        If the loop has reached its top, the commit is frozen with the values before the write. With several ranks it is
-        not known whether all loops have reached their tops, so the commit is dropped later (step_begins).
+        If the loop has reached its top, the commit is frozen with the values before the write. With several ranks this
+        process does not know whether the loops of all ranks have reached their tops, so the commit is dropped later
+        (step_begins).
         """
         if self._commit is not None and not self.frozen and self.tracking.at_top and self._maker.decides_alone:
             self._freeze(before_forward=False)
@@ -252,15 +255,16 @@ class Commits:
                 self._commit.freeze(document.copy_of(self._body_now(before_forward=before_forward)))
 
     def rewind(self) -> None:
-        """Restore the random numbers before the first forward of a resumed run (ResumedGeneration.rewind)."""
+        """Restore the states of the random number generators before the first forward of a resumed run
+        (ResumedGeneration.rewind)."""
         if self.resumed is not None:
             self.resumed.rewind()
 
     def step_begins(self) -> None:
         """Prepare for a write to the states. All updates must be finished.
 
-        A frozen commit is finished. A commit that is not frozen is dropped, because another optimizer steps in the same
-        iteration. In place of the dropped commit, the next step is committed.
+        A frozen commit is finished. A commit that is not frozen is dropped, because another optimizer makes a step in
+        the same iteration. In place of the dropped commit, the next step is committed.
 
         Raises:
             InfinityError: the commit failed.
@@ -275,13 +279,13 @@ class Commits:
             sync.result()
 
     def finish(self) -> None:
-        """Finish the current commit, if there is one. When this method returns, the generation survives a power cut.
+        """If there is a current commit, finish it. When this method returns, the generation survives a power cut.
 
         All updates of the step must be finished.
 
         Raises:
             InfinityError: an fsync or a write failed, and this generation does not exist. The newest earlier generation
-                remains.
+                still exists.
             ConfigError: the state of a tracked object cannot be kept.
         """
         if self._commit is None:
@@ -318,32 +322,32 @@ class Commits:
     # -- other ranks --------------------------------------------------------------------------------------------------
 
     def payload(self) -> list[int]:
-        """Return this rank's report to the other ranks. See GenerationMaker.payload."""
+        """Return this rank's report to the other ranks; see GenerationMaker.payload."""
         return self._maker.payload(self._pace)
 
     def receive(self, told: Sequence[Sequence[int]], following: int) -> None:
-        """Process the reports of all ranks. See GenerationMaker.receive."""
+        """Process the reports of all ranks; see GenerationMaker.receive."""
         self._maker.receive(told, self._pace, following)
 
     def agree(self, what: str, following: int) -> None:
-        """Send and process reports. See GenerationMaker.agree."""
+        """Send this rank's report, and process all reports; see GenerationMaker.agree."""
         self._maker.agree(what, self._pace, following)
 
     def require_made(self, step: int) -> None:
-        """Require that all ranks made generation `step`. See GenerationMaker.require_made."""
+        """Check that all ranks have made generation `step`; see GenerationMaker.require_made."""
         self._maker.require_made(step)
 
     def retire_early(self) -> None:
-        """Retire older generations before a step. See GenerationMaker.retire_early."""
+        """Remove older generations before a step; see GenerationMaker.retire_early."""
         self._maker.retire_early()
 
     # -- the body -----------------------------------------------------------------------------------------------------
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
-        """Return the body of a generation for the current state of the loop.
+        """Return the body of a generation that is made at the current place in the loop.
 
         Args:
-            before_forward: whether a training forward follows immediately.
+            before_forward: whether a training forward begins immediately after this call.
         """
         noted = self.tracking.note()
         body = {
@@ -375,10 +379,10 @@ class Commits:
 
     @staticmethod
     def _with_resumed_values(body: dict[str, Any], resumed: ResumedGeneration) -> dict[str, Any]:
-        """Return a body that keeps the resumed generation's values for objects that this process has not restored.
+        """Return a body with values from the resumed generation for all objects that this process has not restored.
 
-        A generation can be made again before the first step of a resumed run. For example, a script that only changes
-        weights makes a generation without an optimizer and without tracked objects.
+        Before the first step of a resumed run, its generation may be made again. For example, a script may only change
+        weights, without making an optimizer and without tracking objects.
         """
         there = resumed.body.model_dump()
         mine = body["optimizers"]
@@ -392,26 +396,28 @@ class Commits:
         }
 
     def touched(self) -> None:
-        """Record that states were written between two steps: the newest generation has the old states."""
+        """Record that states were written between two steps, so that the newest generation has old states."""
         self._touched = self.newest is not None
 
     @property
     def _made_before_writes(self) -> bool:
-        """Whether this step's generation was made before states were written, and cannot be made again."""
+        """Whether states were written after the generation of this step was made, and this generation cannot be made
+        again."""
         return self._touched and not self._maker.makes_again
 
     def require_possible(self, step: int) -> None:
-        """Require that a generation of `step` can be made now.
+        """Check that a generation of `step` can be made now.
 
         Raises:
             ConfigError: the run keeps no generations.
-            NotAvailableError: the newest generation is of this step, and several ranks cannot make a generation twice.
+            NotAvailableError: the generation of this step already exists, and several ranks cannot make a generation
+                again.
         """
         if self._resources.generations is None:
             why = self._resources.plan.placement.commits.reason or "commit_every: 0"
             raise ConfigError(
-                f"this run keeps no generations ({why}); set commit_every: 1, or another number of "
-                "steps between generations"
+                f"this run keeps no generations ({why}); set commit_every: 1, or another number of steps between "
+                "generations"
             )
         if self._made_before_writes and step == self.newest:
             raise NotAvailableError(
@@ -426,7 +432,8 @@ class Commits:
 
         Args:
             step: the last step that was done.
-            closing: whether the model is being closed and the loop did not call infinity.commit.
+            closing: whether the generation is made because the model is being closed, and not by a call of
+                infinity.commit.
         """
         self._optimizers.restore_hyperparameters(self.resumed, again=False)
         self.begin(step)
@@ -435,25 +442,24 @@ class Commits:
         self.finish()
 
     def end(self, step: int, *, broken: bool) -> None:
-        """End the run after `step`: make a generation of this step, unless the generation exists.
+        """End the run after `step`. If this step has no generation, make one.
 
         Args:
             step: the last step that was done.
-            broken: whether the loop may have been left in the middle of an iteration; if so, the step is committed only
-                if the loop is known to be at its top.
+            broken: whether the loop may have ended in the middle of an iteration. If so, the step is committed only if
+                the loop is known to be at its top.
         """
         if self._resources.generations is None or (step == (self.newest or 0) and not self._touched):
             return
         if self._made_before_writes and step == self.newest:
             logger.warning(
-                "weights were written after generation %d was made: the generation has the weights from "
-                "before, and a run of several ranks "
-                "cannot make it again",
+                "weights were written after generation %d was made: the generation has the weights from before, and a "
+                "run of several ranks cannot make it again",
                 step,
             )
             return
         if not self.under_way and self.tracking.at_top:
-            self.begin_again(step)  # this step was not due for a commit
+            self.begin_again(step)  # this step was not committed
         if self.under_way and (self.frozen or self.tracking.has_item):
             self.finish()
         elif not broken:
@@ -469,7 +475,7 @@ class Commits:
 
 
 def facts_of(resources: Resources) -> dict[str, Any]:
-    """Return the facts about a store's states that must be equal in a run that resumes it."""
+    """Return the facts about the states in a store. A run that resumes from the store must have the same facts."""
     groups = [states for unit in resources.units for states in unit.states.values()]
     codecs = sorted({str(group.codec) for unit in resources.units for group, _ in unit.weights.encoded()})
     return {

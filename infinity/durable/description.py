@@ -1,6 +1,6 @@
 """A generation's description of its model.
 
-With this description, the states can be read without the program that trained the model.
+With this description, other programs than the one that trained the model can read the states.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def describe(model: nn.Module, found: DiscoveredUnits, master: _native.MasterName) -> ModelRecord:
-    """Return the model's class and configuration, and the place of each parameter in its group.
+    """Return a record of the model's class and configuration, and of the place of each parameter in its group.
 
     Args:
         model: the model to describe.
         found: units and parameters of the model.
-        master: form of the fp32 master of bf16 weights, from the config.
+        master: form of the fp32 master of bf16 weights, as the config sets it.
     """
     names = names_of(model)
     groups, parameters = [], []

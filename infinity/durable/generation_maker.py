@@ -1,4 +1,4 @@
-"""The parties that make generations: a single process, or all ranks together (sharded/shared_generation_maker.py)."""
+"""Makers of generations: a single process, or all ranks together (sharded/shared_generation_maker.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from infinity.io.generations import Generations
 
 
 class GenerationMaker(Protocol):
-    """A maker of generations. All ranks make the same calls in the same order.
+    """A maker of generations. All ranks must make the same calls in the same order.
 
     Attributes:
-        agrees_on_pace: whether several ranks agree which steps are committed. A single process decides by its own
+        agrees_on_pace: whether several ranks agree on the steps that are committed. A single process decides by its own
             clock.
-        decides_alone: whether this process alone decides if the loop has reached its top.
-        makes_again: whether a generation can be made a second time, after states were written outside a step.
+        decides_alone: whether this process can decide without other ranks that the loop has reached its top.
+        makes_again: whether a generation can be made again after states were written outside of a step.
     """
 
     agrees_on_pace: bool
@@ -24,10 +24,10 @@ class GenerationMaker(Protocol):
     makes_again: bool
 
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
-        """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
+        """Make generation `step`. Its states must already be durable. Raises the errors of Generations.prepare."""
 
     def payload(self, pace: CommitPace) -> list[int]:
-        """Return this rank's report to the other ranks before each step.
+        """Return the report that this rank sends to the other ranks before each step.
 
         The report has the number of steps between commits that this process measured, and the steps of its generations.
         The report of a single process is empty.
@@ -36,7 +36,7 @@ class GenerationMaker(Protocol):
     def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Process the reports of all ranks while no write is in flight.
 
-        Retire generations that some rank does not have. `following` is the next step.
+        Remove generations that some ranks do not have. `following` is the next step.
         """
 
     def agree(self, what: str, pace: CommitPace, following: int) -> None:
@@ -46,14 +46,14 @@ class GenerationMaker(Protocol):
         """
 
     def require_made(self, step: int) -> None:
-        """Raise InfinityError unless all ranks have made generation `step`."""
+        """Raise InfinityError if any rank has not made generation `step`."""
 
     def retire_early(self) -> None:
-        """Retire older generations before a step, if all ranks are known to have made the newest generation."""
+        """If all ranks are known to have made the newest generation, remove older generations before a step."""
 
 
 class LocalGenerationMaker:
-    """Maker for a single process."""
+    """GenerationMaker of a single process."""
 
     agrees_on_pace = False
     decides_alone = True

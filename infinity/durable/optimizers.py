@@ -1,4 +1,4 @@
-"""The optimizers of a model, whose hyperparameters and progress are kept in every commit."""
+"""The optimizers of a model. Every commit keeps their hyperparameters and progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 
 
 class Checkpointed(Protocol):
-    """Interface of an optimizer for commits."""
+    """Interface through which commits read and restore an optimizer."""
 
     def names(self) -> set[str]: ...
 
@@ -36,8 +36,8 @@ class Optimizers(Generic[T]):
     def enter(self, optimizer: T, resumed: ResumedGeneration | None) -> None:
         """Register an optimizer, so that every commit keeps its state.
 
-        The new optimizer replaces the registered optimizers that have any of its parameters. In a resumed run the new
-        optimizer restores its state from the generation.
+        The new optimizer replaces registered optimizers that have any of its parameters. In a resumed run, the new
+        optimizer gets its state from the generation.
 
         Raises:
             ResumeError: the saved state does not fit the optimizer. The optimizer is not registered.
@@ -67,10 +67,11 @@ class Optimizers(Generic[T]):
             )
 
     def require_disjoint(self, optimizer: object, names: set[str]) -> None:
-        """Raise ModelError if another optimizer has some of the parameters `names`, which `optimizer` is about to get.
+        """Raise ModelError if another optimizer has any of the parameters in `names`, which will be added to
+        `optimizer`.
 
-        Nothing is checked for an optimizer that is still being constructed: it is not registered yet, and it replaces
-        the other optimizers when it is registered.
+        Nothing is checked for an optimizer whose constructor is still running. It is not registered yet, and will
+        replace the other optimizers when it is registered.
         """
         if not any(other is optimizer for other in self._entered):
             return
@@ -86,7 +87,7 @@ class Optimizers(Generic[T]):
 
         Args:
             resumed: the generation that the run was resumed from; None: nothing is restored.
-            again: restore all optimizers; otherwise only the optimizers that were not restored yet.
+            again: whether all optimizers are restored; False: only the optimizers that were not restored yet.
         """
         if resumed is None:
             return

@@ -1,6 +1,6 @@
 """The body of a generation's manifest: model, optimizers, buffers, RNG states and tracked objects.
 
-The body is read from disk, so every field is typed and unknown fields are errors.
+The body is read from disk, so every field has a type, and unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUPS_MAX = 1 << 17
 _PARAMETERS_MAX = 1 << 20
 _DIMENSIONS_MAX = 64
 _METADATA = "__metadata__"
-"""A key in the header of safetensors files that is not the name of a tensor."""
+"""The key in the header of safetensors files that is not the name of a tensor."""
 
 
 def _tensor_name(name: str) -> str:
@@ -37,7 +37,8 @@ _TensorName = Annotated[Name, AfterValidator(_tensor_name)]
 
 
 class GroupRecord(Record):
-    """A group of a unit's parameters (state/unit.py): `numel` elements in flat buffers, including alignment gaps.
+    """A group of a unit's parameters (state/unit.py). `numel` is the number of elements of its flat buffers, including
+    alignment gaps.
 
     Attributes:
         group: index of the group in its unit.
@@ -58,7 +59,7 @@ class GroupRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> GroupRecord:
-        """Check the codec and the master. state/dtypes.py defines which masters a dtype can have."""
+        """Check the codec and the form of the master, which must be possible for the dtype (state/dtypes.py)."""
         if self.codec is not None and self.trainable:
             raise ValueError(f"trained weights in {self.codec}")
         masters = {"float32": ("weight",), "float16": ("fp32",)}.get(self.dtype, ("split16", "fp32", "none"))
@@ -68,7 +69,7 @@ class GroupRecord(Record):
 
 
 class ParameterRecord(Record):
-    """A parameter: elements [offset, offset + numel) of its group.
+    """A parameter, which consists of the elements [offset, offset + numel) of its group.
 
     Attributes:
         aliases: other names of a tied parameter.
@@ -89,7 +90,7 @@ class ParameterRecord(Record):
 
 
 class ModelRecord(Record):
-    """The facts about the model that a reader of the states needs.
+    """The facts about the model that a program needs to read the states.
 
     Attributes:
         class_name: class name of the model.
@@ -104,7 +105,7 @@ class ModelRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> ModelRecord:
-        """Check that the parameters of each group are laid out consecutively, in the layout of state/unit.py."""
+        """Check that the parameters of each group follow each other, in the layout of state/unit.py."""
         require_unique(((group.unit, group.group) for group in self.groups), "the group")
         require_unique(self.names(), "the parameter")
         ends = {(group.unit, group.group): 0 for group in self.groups}
@@ -135,7 +136,8 @@ class ModelRecord(Record):
 
 
 class ParameterProgress(Record):
-    """The number of optimizer steps of a parameter, and torch's names of the parameter's moments that exist already."""
+    """The number of optimizer steps of a parameter, and the moments of the parameter that already exist, by torch's
+    names."""
 
     step: Count
     begun: Annotated[dict[Name, Literal[True]], Field(max_length=_DIMENSIONS_MAX)]
@@ -149,7 +151,8 @@ _SEED_END = 1 << 64
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Check the types of a param group's hyperparameters, and return the group. Each optimizer checks the ranges.
+    """Check the types of a param group's hyperparameters, and return the group. Each optimizer checks the values
+    itself.
 
     Raises:
         ValueError: a hyperparameter is missing or has the wrong type.
@@ -188,7 +191,7 @@ def _size(value: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    """Return a short text of a value for a message: the type only, if the value may be long."""
+    """Return a short text for a value in a message. If the value may be long, the text is only its type."""
     return repr(value) if value is None or isinstance(value, bool | float) else f"a {type(value).__name__}"
 
 
@@ -200,8 +203,8 @@ class OptimizerRecord(Record):
         param_groups: hyperparameters of each group, with the names of its parameters in `params`.
         state: progress of each parameter, by name.
         last_grad_norm: gradient norm of the last step.
-        skipped_steps: steps that were skipped in total.
-        skips_in_a_row: steps that were skipped since the last step that was not skipped.
+        skipped_steps: number of all steps that were skipped.
+        skips_in_a_row: number of steps that were skipped since the last step that was made.
     """
 
     class_name: Name
@@ -225,7 +228,7 @@ def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
     """Return the record of an existing optimizer.
 
     Raises:
-        ConfigError: a value could not be read back later, such as a learning rate of NaN.
+        ConfigError: a value such as a learning rate of NaN, which a resumed run could not read.
     """
     try:
         return OptimizerRecord(class_name=class_name, **values)
@@ -234,9 +237,9 @@ def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
 
 
 def _random_numbers(value: Any) -> dict[str, Any]:
-    """Check and return a snapshot by durable/rng.py.
+    """Check a snapshot of durable/rng.py, and return it.
 
-    The check covers the errors that the generators themselves would not detect.
+    The check finds the errors that the generators would not notice themselves.
 
     Raises:
         ValueError: the snapshot is malformed.
@@ -280,12 +283,12 @@ class Body(Record):
 
     Attributes:
         optimizers: optimizers in the order of their creation.
-        tracked: state_dicts of the objects given to infinity.track, by name.
+        tracked: state_dicts of the objects that were passed to infinity.track, by name.
         buffers: the model's persistent buffers.
         rng: states of the random number generators at the top of the training loop.
         rng_before_forward: states of the generators when the next forward began; None if no forward had begun.
-        unsure: why a run resumed from this generation may continue at another place in its loop; "" if it continues
-            exactly.
+        unsure: reason why a run that resumes from this generation may continue at another place in its loop; "" if it
+            continues at the same place.
     """
 
     optimizers: list[OptimizerRecord]
@@ -314,7 +317,7 @@ class Body(Record):
         return self
 
     def begun(self) -> dict[str, list[str]]:
-        """Return torch's names of the moments that exist already, by parameter."""
+        """Return the moments that already exist, by parameter, with torch's names."""
         return {name: list(each.begun) for optimizer in self.optimizers for name, each in optimizer.state.items()}
 
 

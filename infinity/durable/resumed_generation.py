@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResumedGeneration:
-    """The generation from which a run was resumed. The object is in use until the first step is done."""
+    """The generation from which a run was resumed. This object is used until the first step is done."""
 
     def __init__(self, step: int, body: Body) -> None:
         self.step = step
@@ -40,13 +40,14 @@ class ResumedGeneration:
         self.unclaimed.discard(name)
 
     def optimizer(self, index: int) -> OptimizerRecord | None:
-        """Return the record of the optimizer at `index`; None if the run had not created it yet."""
+        """Return the record of the optimizer at `index`; None if the run had not yet made an optimizer with this
+        index."""
         return self.body.optimizers[index] if index < len(self.body.optimizers) else None
 
     def rewind(self) -> None:
         """Restore the random numbers before the first forward. Calls after the first have no effect.
 
-        The original run did not draw the random numbers that this process drew while it loaded the model.
+        While this process loaded the model, it drew random numbers that the original run did not draw at this place.
         """
         if self._rewound:
             return
@@ -54,9 +55,8 @@ class ResumedGeneration:
         if self.body.unsure:
             logger.warning(
                 "the run resumes from step %d, but its loop may have been elsewhere: %s. Work that a loop does between "
-                "a step and the next forward may be repeated or skipped. Give infinity.track a "
-                "loader with a state_dict, "
-                "or call infinity.commit(model) at the end of an iteration",
+                "a step and the next forward may be repeated or skipped. Give infinity.track a loader with a "
+                "state_dict, or call infinity.commit(model) at the end of an iteration",
                 self.step,
                 printable(self.body.unsure),
             )

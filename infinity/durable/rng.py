@@ -22,7 +22,7 @@ def snapshot() -> dict[str, Any]:
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": dict(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
-        "cuda": random_states(),  # the key predates other accelerators; it has the states of accelerators of any kind
+        "cuda": random_states(),  # an old name: accelerators of any kind
     }
 
 
@@ -48,8 +48,8 @@ def _restore(states: dict[str, Any]) -> None:
     here = set_random_states(states["cuda"])
     if len(states["cuda"]) > here:
         logger.warning(
-            "the run drew random numbers on %d GPUs, and this machine has %d: the random states "
-            "of the other GPUs are not used",
+            "the run drew random numbers on %d GPUs, and this machine has %d: the random states of the other GPUs are "
+            "not used",
             len(states["cuda"]),
             here,
         )

@@ -1,16 +1,18 @@
-"""The state of a training loop that a commit keeps in addition to the model's states: the objects given to
-infinity.track, and the random numbers.
+"""The state of a training loop, which a commit keeps in addition to the model's states: the objects that were passed to
+infinity.track, and the states of the random number generators.
 
 [Note: where a loop is between two steps]
-After optim.step() a loop steps its LR scheduler, counts and evaluates. Then the loop asks its loader for the next batch
-and runs the next forward. A resumed run begins at the top of the loop, so the resumed run must restore everything to
-the moment just before the loader was asked. Therefore a tracked loader is watched: each time the loop asks for an item,
-the states of all objects and the random numbers are recorded, until a forward begins. At the end of an epoch the loop
-asks twice: once for a batch that does not exist, and once for the first batch of a new epoch. The second record
-replaces the first record, so it includes the step of a scheduler that steps once per epoch.
+After optim.step() a loop calls the step of its LR scheduler, counts and evaluates. Then the loop asks its loader for
+the next batch and runs the next forward. A resumed run begins at the top of the loop. It must therefore restore all
+states to the moment just before the loop asks the loader. For this purpose a tracked loader is watched: each time the
+loop asks for an item, the states of all objects and of the random number generators are recorded, until a forward
+begins. At the end of an epoch the loop asks twice: once for a batch that does not exist, and once for the first batch
+of the next epoch. The second record replaces the first one, so it includes the step of a scheduler that is called once
+per epoch.
 
-Where no loader is tracked, the random numbers are recorded when the step ends, and everything else is recorded when the
-next forward begins. In that case a call of infinity.commit at the end of an iteration marks the exact place.
+If no loader is tracked, the states of the random number generators are recorded when the step ends, and all other
+states when the next forward begins. To record all states at the same moment, a loop can call infinity.commit at the end
+of an iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from infinity.io import document
 
 
 class Stateful(Protocol):
-    """An object that can be tracked. Torch's schedulers and modules and torchdata's loaders have this interface."""
+    """An object that can be tracked. torch's schedulers and modules, and torchdata's loaders, have this interface."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -38,15 +40,15 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class LoopState:
-    """The state of a loop at one moment, in copies that do not change.
+    """Copy of the state of a loop at one moment.
 
     Attributes:
         rng: states of the random number generators.
         states: states of the tracked objects, by name.
-        around: state that the loop does not track itself: optimizers and the model's buffers.
+        around: state that is recorded even if the loop does not track it: optimizers and the model's buffers.
         is_top: whether the loop was at its top.
         gradients: whether there were gradients that no step had used.
-        graphs: whether the backward of a forward since the step might still have been pending.
+        graphs: whether the backward of a forward after the step may still come.
     """
 
     rng: dict[str, Any]
@@ -61,8 +63,8 @@ class Tracking:
     """The tracked objects of one run, by name.
 
     Args:
-        optimizers: function that returns the records of the run's optimizers at the moment of the call.
-        buffers: function that returns the model's persistent buffers at the moment of the call.
+        optimizers: function that returns the present records of the run's optimizers.
+        buffers: function that returns the present persistent buffers of the model.
     """
 
     def __init__(self, optimizers: Callable[[], list[dict[str, Any]]], buffers: Callable[[], dict[str, Any]]) -> None:
@@ -70,9 +72,9 @@ class Tracking:
         self._buffers = buffers
         self._gradients = False
         self.items: dict[str, Stateful] = {}
-        self._between = False  # a step has ended, and no forward has begun for the loader's next item
+        self._between = False  # a step has ended, and no forward has begun for the next item of the loader
         self._graphs: list[Callable[[], object]] = []  # graphs of the forwards since the step
-        self._gave = False  # the loader has returned the item of the iteration that begins
+        self._gave = False  # the loader has returned the item for the iteration that begins
         self._step_end: LoopState | None = None
         self._top: LoopState | None = None
 
@@ -106,7 +108,7 @@ class Tracking:
 
     @property
     def at_top(self) -> bool:
-        """Whether the loop has reached its top since the step ended."""
+        """Whether the loop has reached its top after the end of the step."""
         return self._top is not None
 
     def step_ended(self) -> None:
@@ -117,7 +119,7 @@ class Tracking:
     def step_passed(self) -> None:
         """Record the end of a step that is not committed.
 
-        The state at the next top of the loop is recorded nevertheless, in case the run ends after this step.
+        The state is still recorded when the loop next reaches its top, because the run may end after this step.
         """
         self._between, self._top, self._gave = True, None, False
         self._graphs, self._step_end = [], None
@@ -133,8 +135,9 @@ class Tracking:
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
         """Record that a forward with a graph begins.
 
-        If the loader was not asked for an item since the step, the forward runs between a step and its scheduler's
-        step. `graph` returns an object while the forward's backward may still run, and None afterwards.
+        If the loop has not asked its loader for an item since the step, the forward runs between a step and its
+        scheduler's step. `graph` returns an object as long as the backward of the forward may still run, and None
+        afterwards.
         """
         if self.at_top or not self.has_data:
             self._between = False
@@ -142,10 +145,10 @@ class Tracking:
             self._graphs.append(graph)
 
     def note(self) -> LoopState:
-        """Return the state of the loop at the place where it is to be resumed.
+        """Return the state of the loop at the place where a resumed run will continue.
 
         Raises:
-            ConfigError: an object has a state that cannot be kept, or its state_dict raised.
+            ConfigError: the state of an object cannot be kept, or its state_dict raised an exception.
         """
         if self._top is not None:
             return self._top
@@ -155,9 +158,9 @@ class Tracking:
         return replace(late, rng=self._step_end.rng, states=self._step_end.states | late.states)
 
     def moved(self) -> bool:
-        """Return whether a tracked object has changed since the loader was asked.
+        """Return whether a tracked object has changed after the loop asked its loader.
 
-        If an object has changed, the iteration of the loop ends later than the moment at which the loader is asked.
+        If an object has changed, the iteration of the loop ends after the moment at which the loop asks its loader.
         """
         if self._top is None:
             return False
@@ -169,21 +172,21 @@ class Tracking:
         self._top = replace(self._note(list(self.items)), is_top=True)
 
     def forget(self) -> None:
-        """Stop tracking, because the run is over. The objects are freed when the loop drops its own references.
+        """Stop tracking, because the run has ended. The objects are freed when the loop drops its own references.
 
-        If the objects were kept, a loader would end its worker processes only when the garbage collector runs, which
+        With a reference from here, a loader would end its worker processes only when the garbage collector runs, which
         can take seconds.
         """
         self.items.clear()
         self._between, self._step_end, self._top, self._graphs = False, None, None, []
 
     def evaluated(self) -> None:
-        """Record a forward without a graph: the last item that the loader returned was for an evaluation."""
+        """Record a forward without a graph, which means that the last item from the loader was for an evaluation."""
         self._gave = False
 
     @property
     def has_item(self) -> bool:
-        """Whether the loop has reached its top and has taken an item from the loader after that."""
+        """Whether the loop has reached its top, and has got an item from the loader after that."""
         return self.at_top and self._gave
 
     def _asked(self) -> None:
@@ -207,7 +210,7 @@ class Tracking:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two states, both copied by document.copy_of, are equal."""
+    """Return whether two states are equal. Both must be results of document.copy_of."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -228,7 +231,7 @@ def state_of(name: str, item: Stateful) -> Any:
     """Return a copy of an object's state.
 
     Raises:
-        ConfigError: the state cannot be kept, or state_dict raised.
+        ConfigError: the state cannot be kept, or state_dict raised an exception.
     """
     try:
         return document.copy_of(item.state_dict())
@@ -237,14 +240,12 @@ def state_of(name: str, item: Stateful) -> Any:
 
 
 def is_data(item: Any) -> bool:
-    """Return whether an object yields batches or their indices: it is iterable, and is neither a module nor a
-    container.
-    """
+    """Return whether an object is a loader or a sampler: it is iterable, and is neither a module nor a container."""
     return isinstance(item, Iterable) and not isinstance(item, nn.Module) and not hasattr(item, "__getitem__")
 
 
 class _Pass:
-    """An iterator that reports when it is asked for an item and when it has returned one."""
+    """An iterator that reports each request for an item, and each item that it has returned."""
 
     def __init__(self, inner: Iterator[Any], asked: Callable[[], None], given: Callable[[], None]) -> None:
         self._inner = inner
@@ -255,7 +256,7 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        # the first request is recorded by `begin`, before the creation of the iterator draws random numbers
+        # `begin` records the first request, before the creation of the iterator draws random numbers
         if not self._first:
             self._asked()
         self._first = False
@@ -268,7 +269,8 @@ class _Pass:
 
 
 def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> None:
-    """Make `item` call `asked` before it yields an item, and `given` after that.
+    """Make the iterable `item` call `asked` before it returns an element, and `given` after it has returned the
+    element.
 
     The class of `item` is replaced by a subclass of the same name. An object whose class cannot be changed is not
     watched.
@@ -302,5 +304,5 @@ def _require_stateful(name: str, item: Any) -> None:
         raise ConfigError(
             f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
         )
-    if not is_data(item):  # a loader would start its workers now: its state is read at the first commit
+    if not is_data(item):  # not now for a loader, which would start its workers
         state_of(name, item)

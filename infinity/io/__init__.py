@@ -1,1 +1,1 @@
-"""Bytes and files: the pinned arena, the engine, the store."""
+"""Bytes and files: the pinned arena, the I/O engine, and the store."""

@@ -1,4 +1,4 @@
-"""The arena, which is the only pinned allocation, and the leases into which it is divided."""
+"""The arena, which is the only pinned allocation of a model, and the leases into which the arena is divided."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """Borrowed, 4 KiB-aligned piece of the arena. Life cycle: Space.lease() → release(), once."""
+    """Borrowed piece of the arena, aligned to 4 KiB. Life cycle: Space.lease() → release(), which is called only
+    once."""
 
     def __init__(self, space: Space, offset: int, nbytes: int) -> None:
         self._space = space
@@ -48,7 +49,7 @@ class Lease:
         self._space.give_back(self)
 
     def split(self, sizes: Sequence[int]) -> list[Lease]:
-        """Split the lease into consecutive leases; afterwards these leases are released, and this lease is not.
+        """Split the lease into consecutive leases. After that, the new leases must be released in place of this lease.
 
         Args:
             sizes: bytes of each lease, multiples of 4 KiB; their sum is the size of this lease.
@@ -64,7 +65,7 @@ class Lease:
 
 
 class Space:
-    """Bytes [offset, offset + nbytes) of the arena, from which leases are taken. Neighbouring free pieces merge.
+    """Bytes [offset, offset + nbytes) of the arena, from which leases are taken. Adjacent free pieces are merged.
 
     The default placement is first-fit.
 
@@ -93,9 +94,9 @@ class Space:
 
         Args:
             nbytes: bytes to lease.
-            from_top: take the high end of the last free piece that is long enough, so that long and short leases do not
-                fragment each other's space.
-            tightest: take the shortest free piece that is long enough, so that longer pieces stay available.
+            from_top: whether to take the high end of the last free piece that is long enough. Long and short leases at
+                different ends do not fragment each other's space.
+            tightest: whether to take the shortest free piece that is long enough, so that longer pieces remain free.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
@@ -111,7 +112,7 @@ class Space:
         return None
 
     def lease(self, nbytes: int, what: str) -> Lease:
-        """Return a lease for which the plan has reserved the memory.
+        """Return a lease; the plan must have reserved the memory for it.
 
         Args:
             nbytes: bytes to lease.
@@ -159,8 +160,8 @@ class Space:
 class PinnedArena(Space):
     """The arena: one mapping of exactly the planned size.
 
-    A page occupies RAM only after its first use. On a machine without a GPU, memory that the plan reserves but the run
-    does not use therefore costs nothing.
+    A page occupies RAM only after its first use. On a machine without a GPU, memory that is reserved by the plan and
+    not used by the run therefore costs nothing.
     """
 
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
@@ -170,7 +171,8 @@ class PinnedArena(Space):
         self._unpin: Callable[[], object] = lambda: None
 
     def give_all_back(self) -> None:
-        """Return the memory to the system. The memory must not be used afterwards, even if references to it remain."""
+        """Return the memory to the system. Nothing may use the memory afterwards, even if references to it still
+        exist."""
         self._unpin()
         self.memory.give_back()
 
@@ -179,11 +181,11 @@ class PinnedArena(Space):
 
         Args:
             accelerator: the device that copies.
-            pool: threads that first make the pages resident; None: the device's runtime makes them resident, in one
-                thread.
+            pool: threads that make the pages resident before they are pinned; None: the device's runtime does this, in
+                one thread.
 
         Returns:
-            '', or the reason why the runtime refused. Copies are then slower, but correct.
+            The reason why the runtime refused, or ''. After a refusal, copies are slower, but correct.
         """
         began = time.perf_counter()
         if pool is not None and accelerator.pins_resident:

@@ -1,8 +1,8 @@
-"""Writing of small files that exist completely or not at all, even after a crash.
+"""Functions that write small files. Even after a crash, such a file exists completely or not at all.
 
 A file is written under another name, fsynced and renamed, and then the directory is fsynced. A failed fsync is never
-repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). After a
-failed fsync the file is given up and the error is raised.
+repeated, because the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). The
+error is raised instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from infinity.errors import SwapIOError
 ASIDE = ".aside"
 
 Observer = Callable[[str, Path, Path | None, bytes], None]
-"""Function that tests install. The function is called before and after every act.
+"""Function that tests install. It is called before and after every act, which is one operation on the file system.
 
-The function's arguments are the name of the moment ("begin fsync", "end rename" and the like), the path, the new path
-of a rename, and the data of a write. The function of a test kills the process, or writes a journal.
+The function's arguments are the name of the moment, such as "begin fsync" or "end rename", the path, the new path of a
+rename, and the data of a write. In tests the function kills the process, or writes a journal.
 """
 
 _observers: list[Observer] = []
@@ -39,7 +39,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") -> Iterator[None]:
-    """Wrap one act that makes something durable. An OSError becomes a SwapIOError that names the act and the path."""
+    """Return a context for one act. An OSError in the context becomes a SwapIOError that names the act and the path."""
     for observer in _observers:
         observer(f"begin {name}", path, target, data)
     try:
@@ -53,11 +53,11 @@ def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") ->
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
     """Write `parts`, one after the other, as the file `path`, mode 0600.
 
-    An older file of the same name stays until the new file replaces it.
+    An older file of the same name exists until the new file replaces it.
 
     Raises:
-        SwapIOError: `path` still names the old file; only after a failed fsync of the directory may it name the new
-            file.
+        SwapIOError: the file was not written. `path` is still the old file, except after a failed fsync of the
+            directory, when `path` may be the new file.
     """
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
@@ -76,8 +76,8 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
 def _create(aside: Path) -> int:
     """Open a new file.
 
-    A file that a crash left under the temporary name may be a link to another file: such a file is removed and never
-    written to.
+    After a crash, a file with the temporary name may exist, and it may be a link to another file. It is therefore
+    removed and never written to.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if os.path.lexists(aside):
@@ -107,6 +107,6 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file if it exists. The removal is not durable by itself. Raises SwapIOError."""
+    """Remove a file if it exists. The removal is durable only after sync_directory. Raises SwapIOError."""
     with act("unlink", path):
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Swap directory: the run that locks it, its files, and which of these files may be deleted."""
+"""Swap directory: its lock, which a run holds, its files, and the rules by which files may be deleted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
 class StoreDirectory:
-    """Directory of a store: the names of its files, and the lock that is held until close()."""
+    """Directory of a store: the names of its files, and the lock, which is held until close()."""
 
     def __init__(self, path: Path) -> None:
         self.path = require_name(path.expanduser().absolute())
@@ -79,11 +79,12 @@ class StoreDirectory:
         return shutil.disk_usage(self.path).free
 
     def close(self, *, keep: bool = True) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock. A second call does nothing."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the lock's descriptor: a forked child's duplicate would keep the lock after the end of the parent."""
+        """Close a forked child's copy of the lock's descriptor, which would keep the lock after the end of the
+        parent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -124,15 +125,16 @@ class StoreDirectory:
 
 
 class ReadDirectory(StoreDirectory):
-    """Directory that is open for reading: nothing on disk is changed, and several processes may read it at once.
+    """Directory that is opened only for reading. Nothing on disk is changed, and several processes may read it at the
+    same time.
 
-    Readers take a shared lock, and no run can lock the directory at the same time. A directory without a lock file,
-    such as a copy, is read without a lock. If a run begins in an unlocked directory during reading, the checksums
-    reveal that the data have changed.
+    Readers take a shared lock, so no run can lock the directory at the same time. A directory without a lock file, such
+    as a copy of a directory, is read without a lock. If a run begins in such a directory during reading, the checksums
+    show that the data have changed.
 
     Args:
         path: the directory.
-        shared: whether the run that holds the lock knows of this reader; such a run does not change the data that the
+        shared: whether the run that holds the lock knows about this reader, and does not change the data that the
             reader reads.
 
     Raises:
@@ -156,20 +158,20 @@ class ReadDirectory(StoreDirectory):
 class SwapDirectory(StoreDirectory):
     """Directory locked by one run, from construction to close().
 
-    Invariant: only files with infinity's names are deleted, only while the lock is held, and only after make_room() or
-    take_over().
+    Invariant: a file is deleted only if it has one of infinity's names, only while the lock is held, and only after
+    make_room() or take_over().
 
     Args:
         path: the directory.
-        create: make a missing directory; otherwise a missing directory is an error.
+        create: whether a missing directory is created; False: a missing directory is an error.
 
     Attributes:
-        new_in: parent directories of the directories that the constructor made, innermost first.
+        new_in: for each directory that the constructor made, its parent directory; the innermost is first.
 
     Raises:
         StoreLockedError: another run holds the lock.
         ConfigError: the directory cannot be created or written.
-        ResumeError: the directory is missing, and `create` is false.
+        ResumeError: the directory does not exist, and `create` is False.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
@@ -187,7 +189,7 @@ class SwapDirectory(StoreDirectory):
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._take_lock()
-        while not self._lock_is_ours():  # an earlier run removed the file between our open and our lock
+        while not self._lock_is_ours():  # an earlier run removed the file after it was opened and before it was locked
             os.close(self._lock_fd)
             self._take_lock()
         self._created |= self._written()[1:] == [_MADE]
@@ -197,10 +199,10 @@ class SwapDirectory(StoreDirectory):
         self._warn_if_memory()
 
     def _lock_is_ours(self) -> bool:
-        """Return whether the locked file still has the lock's name and has no other name.
+        """Return whether the locked file still has the name of the lock file, and no second name.
 
-        A file with a second name (a hard link) may belong to another program. If the file has a second name, the lock's
-        name is removed from the file, so that a new lock file can be made.
+        A file with a second name (a hard link) may belong to another program. The name of the lock file is then removed
+        from it, so that a new lock file can be made.
         """
         path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
         try:
@@ -228,7 +230,7 @@ class SwapDirectory(StoreDirectory):
         )
 
     def take_over(self) -> None:
-        """Treat all files in the directory as files of this run from now on."""
+        """From now on, treat all files in the directory as files of this run."""
         self._ours = True
         atomic_file.remove(self.path / FINISHED_NAME)
 
@@ -238,9 +240,9 @@ class SwapDirectory(StoreDirectory):
         Call this for all directories of a store before any make_room().
 
         Raises:
-            StoreNotEmptyError: there are generations in this directory, or on the first path of the store that this
-                directory belongs to. Also raised if generations may exist, because the first path is missing or the
-                header is damaged.
+            StoreNotEmptyError: there are generations in this directory, or in the first directory of the store to which
+                this directory belongs. Also raised if generations may exist, because the first directory is missing or
+                the header is damaged.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -262,7 +264,8 @@ class SwapDirectory(StoreDirectory):
             )
 
     def make_room(self) -> None:
-        """Remove the files that a run without generations left behind; the removal is durable on return."""
+        """Remove the files of an earlier run that has no generations. The removal is durable when this method
+        returns."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
@@ -273,9 +276,9 @@ class SwapDirectory(StoreDirectory):
             atomic_file.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
-        """Return the generations that need files of this directory, or None if no generation exists.
+        """Return the generations that need the files of this directory; None if there is no generation.
 
-        The result is {} if generations may exist and cannot be listed.
+        If generations may exist but cannot be listed, the result is {}.
         """
         found = self.generations()
         if found or pinned_in(self.path):
@@ -297,8 +300,8 @@ class SwapDirectory(StoreDirectory):
     def remove_all(self) -> None:
         """Remove every file of a store.
 
-        Manifests are removed first, because a manifest without its data would promise a generation that is gone. The
-        header is removed last, because the header identifies the other files if an interrupted removal is repeated.
+        Manifests are removed first, because the data of a generation must exist as long as its manifest. The header is
+        removed last, because a repeated call after an interrupted removal needs the header to identify the other files.
         """
         found = [*self.generations().values(), *pinned_in(self.path)]
         if os.path.lexists(self.path / PINS_NAME):
@@ -312,7 +315,7 @@ class SwapDirectory(StoreDirectory):
         self.remove_asides()
 
     def remove_asides(self) -> None:
-        """Remove partially written files that a crash left."""
+        """Remove the partially written files that exist after a crash."""
         for entry in entries_of(self.path):
             name = entry.name.removesuffix(atomic_file.ASIDE)
             ours = (
@@ -330,7 +333,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def close(self, *, keep: bool = False) -> None:
-        """Release the lock; if `keep` is false, remove this run's files before. Idempotent."""
+        """Release the lock. If `keep` is False, remove this run's files before. A second call does nothing."""
         if self._lock_fd < 0:
             return
         if self._ours and not keep:
@@ -344,12 +347,12 @@ class SwapDirectory(StoreDirectory):
 
 
 def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
-    """Remove a store whose directories are locked and in the store's order.
+    """Remove a store. `directories` has the locked directories of the store, in the store's order.
 
     Return the bytes freed in each directory.
     """
     freed = {}
-    for directory in directories:  # remove swap files before manifests: manifests show which run a header belongs to
+    for directory in directories:  # first the swap files: manifests show the run of a header
         freed[directory.path] = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
         atomic_file.remove(directory.swap_path)
     for directory in reversed(directories):  # the first directory has the manifests, so it is cleared last
@@ -360,7 +363,7 @@ def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
 def remove_store_of(run: str, paths: Sequence[Path]) -> int:
     """Remove the files of a run's store, and return the bytes freed.
 
-    Directories without a store, and directories that now hold the store of another run, stay unchanged.
+    Directories without a store, and directories with the store of another run, are unchanged.
 
     Args:
         run: id of the run.
@@ -393,7 +396,7 @@ def require_name(path: Path) -> Path:
 
 
 def require_place(path: Path) -> None:
-    """Check that a swap directory exists and is writable, or that it can be made. Nothing is made.
+    """Check that a swap directory exists and is writable, or that the directory can be made. No directory is made.
 
     Raises:
         ConfigError: the directory cannot be used; the message says why.
@@ -421,8 +424,7 @@ def _require_parent(path: Path) -> None:
     if not path.parent.exists():
         raise ConfigError(
             f"nvme.paths: there is no directory {printable(path.parent)}, in which {printable(path)} would be created. "
-            "Check "
-            "the name, and that the disk is mounted; infinity creates only the last directory of a path."
+            "Check the name, and that the disk is mounted; infinity creates only the last directory of a path."
         )
 
 
@@ -433,8 +435,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 def _no_lock(path: Path) -> ConfigError:
     return ConfigError(
         f"nvme.paths: {path} is not a regular file with one name (it is a link, a FIFO, a device or a directory), and "
-        "infinity "
-        "would write its process id there. Remove it."
+        "infinity would write its process id there. Remove it."
     )
 
 
@@ -458,16 +459,17 @@ def generations_in(path: Path) -> dict[int, Path]:
 
 
 def pinned_in(path: Path) -> list[Path]:
-    """Return the manifests of pinned generations in a directory, including manifests that no pin names any more."""
+    """Return the manifests of pinned generations in a directory, including manifests of generations that were
+    unpinned."""
     return sorted(entry for entry in entries_of(path) if PINNED.fullmatch(entry.name))
 
 
 def ways_on(path: Path, *, folders: bool) -> str:
-    """Describe for a message how to resume from the generations in a directory.
+    """Return the sentences of a message that say how to resume from the generations in a directory.
 
     Args:
-        path: the directory as a user names it.
-        folders: whether checkpoint folders may name the generations.
+        path: the directory, in the form in which the user has named it.
+        folders: whether checkpoint folders may pin the generations.
     """
     each = ", from one of the folders with folder=FOLDER or resume=FOLDER" if folders else ""
     ways = (
@@ -491,7 +493,7 @@ def ways_on(path: Path, *, folders: bool) -> str:
 def parts_text(path: Path) -> str:
     """Return the directories of the store that `path` belongs to, as arguments of the command that removes the store.
 
-    The result is only `path` if no header in `path` names the directories.
+    If no header in `path` names the directories, the result has only `path`.
     """
     try:
         members = read_header(path / HEADER_NAME).members
@@ -501,7 +503,8 @@ def parts_text(path: Path) -> str:
 
 
 def _pinned_for_messages(path: Path) -> str:
-    """Return the folders that pin generations in a directory, or why they are unknown; "" if there are no folders."""
+    """Return the names of the folders that pin generations in a directory, or the reason why these are unknown; "" if
+    there are no such folders."""
     try:
         return pins_text(read_pins(path))
     except ManifestError as error:

@@ -1,8 +1,7 @@
 """Profile of this machine's disks, as infinity-bench measured them.
 
-The profile determines the engine's block size, the store's stripes and the planner's predictions. The profile is one
-JSON file per user. The profile is only a cache: a file that cannot be read is ignored with a warning, and infinity
-works without a profile.
+The profile determines the engine's block size, the store's stripes and the planner's predictions. It is one JSON file
+per user. infinity works without a profile, so a profile that cannot be read is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ _Rate = Annotated[float, Field(gt=0, lt=_RATE_MAX, allow_inf_nan=False)]
 
 
 class DiskProfile(BaseModel):
-    """Measured figures of one file system. Rates are in bytes per second, for blocks of `block_bytes`.
+    """Measurements of one file system. Rates are in bytes per second, for blocks of `block_bytes`.
 
     Attributes:
-        read_rate, overwrite_rate: of reads alone, and of writes to existing blocks alone.
+        read_rate, overwrite_rate: rate of reads without writes, and of writes to existing blocks without reads.
         mixed_rate: sum of the rates of reads and writes in equal parts, as in a training step.
         block_bytes: block size that was measured.
-        in_flight_bytes: the fewest bytes in flight that reach these rates; at least 8 MiB.
+        in_flight_bytes: smallest number of bytes in flight with which these rates are reached; at least 8 MiB.
         engine: name of the I/O engine that was measured.
         path: directory that was measured.
         measured: date of the measurement, ISO 8601.
@@ -75,10 +74,11 @@ def profile_path() -> Path:
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
-    """Return all disks measured so far, by `disk_key`; empty if there is no profile that this version can read."""
+    """Return the measurements of all disks, by `disk_key`; an empty mapping if there is no profile that this version
+    can read."""
     try:
         path = path or profile_path()
-    except OSError:  # without a home directory, no profile was ever saved
+    except OSError:  # without a home directory, no profile can have been saved
         return {}
     try:
         profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
@@ -94,7 +94,8 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
 
 
 def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
-    """Return the profile of the disk that holds `directory` or its nearest existing ancestor; None if unmeasured."""
+    """Return the profile of the disk with `directory`, or with its nearest existing parent; None if the disk was not
+    measured."""
     profiles = load_profiles(path)
     if not profiles:
         return None
@@ -102,11 +103,12 @@ def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
 
 
 def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None) -> Path:
-    """Add a disk to the profile, or replace its figures. Return the profile's path.
+    """Add the measurements of a disk to the profile, in place of earlier measurements of this disk. Return the
+    profile's path.
 
     Args:
         directory: a directory on the disk.
-        profile: figures of the disk.
+        profile: measurements of the disk.
         path: the profile file; None: the user's profile.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Disk under a directory: the mount that contains the directory, the devices below the mount and their NUMA node.
+"""The disk on which a directory is: the mount that contains the directory, the devices below the mount, and their NUMA
+node.
 
-A fact that the system does not provide is None or ''. Only a path that does not exist is an error.
+A fact that the system does not provide is None or '', and is no error. A path that does not exist is an error.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """Disk under a directory. Devices are represented by their directories in /sys, with all links resolved.
+    """Facts about the disk on which a directory is. A device is represented by its directory in /sys, with all links
+    resolved.
 
     Attributes:
-        mount_point, filesystem, mount_options: facts about the innermost mount that holds the directory.
-        block: the complete disk, never a partition; None if the file system has no block device.
+        mount_point, filesystem, mount_options: facts about the innermost mount that contains the directory.
+        block: the disk itself, never a partition of it; None if the file system has no block device.
         members: the disks below a device-mapper or md device; otherwise only `block`.
     """
 
@@ -57,7 +59,7 @@ def disk_under(path: Path, root: Path = _ROOT) -> DiskFacts:
     """
     number, real = os.stat(path).st_dev, Path(os.path.realpath(path))
     holding = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
-    # The last mount on a path hides earlier mounts.
+    # If several mounts have the same path, the last one hides the others.
     mount = max(reversed(holding), key=lambda each: len(each.mountpoint), default=None)
     source = "" if mount is None else mount.device
     block = _whole_disk(_block_device(number, root) or _block_device_named(source, root))
@@ -68,9 +70,9 @@ def disk_under(path: Path, root: Path = _ROOT) -> DiskFacts:
 
 
 def disk_key(path: Path) -> str:
-    """Return a name of the file system that holds `path`.
+    """Return a name of the file system that contains `path`.
 
-    All its directories have the same name, also after a reboot.
+    The name is the same for all directories of the file system, and after a reboot.
     """
     disk = disk_under(path)
     return f"{disk.filesystem}:{os.statvfs(path).f_fsid:x}:{disk.device}"
@@ -82,7 +84,7 @@ def _block_device(number: int, root: Path) -> Path | None:
 
 
 def _block_device_named(source: str, root: Path) -> Path | None:
-    """Return the block device of a file system such as btrfs, whose st_dev is not a device number.
+    """Return the block device of a file system such as btrfs, for which st_dev is not a device number.
 
     If the file system has several devices, return the device that was mounted.
     """
@@ -109,10 +111,10 @@ def _members(disk: Path | None) -> list[Path]:
 
 
 def _numa_node(disk: Path) -> int | None:
-    """Return the nearest `numa_node` above the disk; None if there is none.
+    """Return the `numa_node` of the disk, or of its nearest parent in /sys that has one; None if there is none.
 
-    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers that the subsystem links
-    to have nodes.
+    A namespace of multipath NVMe is below a virtual subsystem, which has no node. The subsystem links to controllers,
+    which have nodes.
     """
     real = (disk / "device").resolve() if (disk / "device").exists() else disk
     if real.name.startswith("nvme-subsys"):

@@ -6,10 +6,10 @@
     J bytes of JSON: the value
     D bytes: the data of the tensors, arrays and bytes in the value
 
-DIGEST covers everything after the first line; from version 2 on, V is the personalization of the hash. A reader formats
-a first line from the numbers in the file's first line; both lines must be equal byte for byte. So all damage is found,
-and a damaged file is never mistaken for a file of a newer version. Each kind of document has separate version numbers.
-The caller of `read` gives the newest version that it knows; older versions are read, too.
+DIGEST is the hash of everything after the first line. From version 2 on, V is the personalization of the hash. A reader
+parses the numbers in the first line and formats a first line from them; both lines must be equal byte for byte. So all
+damage is found, and a damaged file is never mistaken for a file of a newer version. Each kind of document has separate
+version numbers. A caller of `read` names the newest version that it knows, and `read` also reads older versions.
 
 A value consists of JSON values and of objects with the key "$". These objects represent tensors, numpy arrays and
 scalars, bytes, tuples, dicts with keys that are not strings, Counter, numbers that are not finite, dtypes and devices.
@@ -44,7 +44,7 @@ _OBJECTS_MAX = 1_000_000
 _LISTS_MAX = 4_000_000
 """Maximum number of lists that the JSON of a document may have.
 
-Larger documents are neither written nor read, because the parsed value takes many times the size of its JSON.
+Larger documents are neither written nor read, because a parsed value takes many times as much memory as its JSON.
 """
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -108,7 +108,7 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
         path: path of the file.
         kind: the kind that the document must have.
         version: newest version that the caller knows.
-        follow: whether to read the target if `path` is a symbolic link.
+        follow: whether the target is read if `path` is a symbolic link; False: a link is an error.
 
     Raises:
         DamagedFileError: the file is missing, damaged, of another kind or not a regular file.
@@ -149,7 +149,7 @@ def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
 
 
 def _too_large(json_bytes: int, data_bytes: int) -> str:
-    """Describe which part is too large; "" for a document that can be written and read."""
+    """Return a description of the part that is too large; "" if the document is not too large."""
     for what, nbytes, most in (("JSON", json_bytes, _JSON_BYTES_MAX), ("data", data_bytes, _DATA_BYTES_MAX)):
         if nbytes > most:
             return f"has {format_bytes(nbytes)} of {what}, but at most {format_bytes(most)} can be read"
@@ -157,7 +157,8 @@ def _too_large(json_bytes: int, data_bytes: int) -> str:
 
 
 def _too_many(data: bytes, begin: int, end: int) -> str:
-    """Describe whether the JSON in data[begin:end] has too many objects or too many lists; "" if neither."""
+    """Return a description of the excess if the JSON in data[begin:end] has too many objects or too many lists;
+    otherwise ""."""
     for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
         found = data.count(sign, begin, end)
         if found > most:
@@ -166,7 +167,7 @@ def _too_many(data: bytes, begin: int, end: int) -> str:
 
 
 def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
-    """Return the value of a document whose bytes are in memory; `path` is the path it was read from.
+    """Return the value of a document whose bytes are in memory. `path` is the path from which the document was read.
 
     Raises the errors of read().
     """
@@ -175,7 +176,8 @@ def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
 
 
 def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int]:
-    """Check that a document is undamaged, and return where its JSON begins and ends. Raises the errors of read()."""
+    """Check that a document is undamaged, and return the begin and the end of its JSON in `data`. Raises the errors of
+    read()."""
     end, (written, json_bytes, data_bytes) = _first_line(data, path, kind)
     if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):
         raise DamagedFileError(path, f"is damaged: its {len(data)} bytes do not match its checksum")
@@ -185,8 +187,7 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
         raise NewerVersionError(
             path,
             f"was written by a newer infinity: it has version {written}, and this infinity reads versions up to "
-            f"{version}. "
-            f"Use the newer infinity.",
+            f"{version}. Use the newer infinity.",
         )
     problem = _too_many(data, end, end + json_bytes)
     if problem:
@@ -234,7 +235,7 @@ def _value(text: bytes, data: memoryview, path: Path) -> Any:
 
 
 class _Packer:
-    """Conversion of values to JSON, and to data that are stored after the JSON."""
+    """Conversion of values to JSON, and to the data that are stored after the JSON."""
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
@@ -305,9 +306,9 @@ class _Packer:
 class _Unpacker:
     """Conversion of JSON and data to values in one pass.
 
-    An inner object is converted before the object that contains it.
+    Objects inside an object are converted before the object itself.
 
-    Every size is checked before memory is allocated for it.
+    Every size is checked before memory of this size is allocated.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -325,7 +326,7 @@ class _Unpacker:
             "dtype": (("name",), lambda tagged: _TORCH_DTYPES[tagged["name"]]),
             "device": (("name",), lambda tagged: torch.device(str(tagged["name"]))),
         }
-        """Keys of each form of object besides "$", and the function that makes the value."""
+        """Table of the forms of objects: the keys of each form, without "$", and the function that makes the value."""
 
     def parse(self, text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)

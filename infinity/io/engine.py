@@ -23,14 +23,14 @@ _WARN_AFTER_S = 30.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """Request in flight, with its unit, state and step.
+    """Request to the engine, with the unit, state and step to which its data belong.
 
-    The memory of the request must not be touched before result() has returned.
+    Nothing may use the memory of the request before result() has returned.
 
     Attributes:
         future: the native request.
         unit, state, step: names of the data that the request moves, for errors.
-        state_of: function that returns the name of the failed state, for a request that moves several states.
+        state_of: for a request that moves several states: function that returns the name of the state that failed.
     """
 
     future: _native.IOFuture
@@ -48,9 +48,9 @@ class Transfer:
         Raises:
             SwapIOError: the device failed.
             SwapCorruptionError: the device returned data that differ from the data written.
-            SwapTimeoutError: the device was given up. The device may still use the memory, so the memory must never be
-                reused.
-            DeviceCopyError: the runtime of the compute device failed.
+            SwapTimeoutError: the disk did not answer before the deadline. The disk may still use the memory, so the
+                memory must never be reused.
+            DeviceCopyError: the runtime of the device that computes (the GPU) failed.
         """
         self.wait()
         failure = self.future.failure()
@@ -59,7 +59,7 @@ class Transfer:
             raise _error_of(failure, self.unit, state, self.step)
 
     def wait(self) -> None:
-        """Wait until the request is done, whether it succeeded or failed."""
+        """Wait until the request is done or has failed."""
         if not self.future.wait(_WARN_AFTER_S):
             logger.warning("still waiting for the %s of unit '%s' after %.0f s", self.state, self.unit, _WARN_AFTER_S)
             self.future.wait()
@@ -82,7 +82,7 @@ def _error_of(failure: _native.Failure, unit: str, state: str, step: int) -> Swa
 
 
 def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _native.IOEngine:
-    """Start the engine that the config asks for, and log which engine is used and why.
+    """Start the engine that the config names, and log which engine is used and why.
 
     Values that the config omits come from the profile of the disks.
 
@@ -91,8 +91,8 @@ def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _na
         faults: faults to inject, for tests.
 
     Raises:
-        ConfigError: the config asks for `engine: io_uring` and the kernel refuses (the message says why), or a value is
-            invalid.
+        ConfigError: the config has `engine: io_uring` and the kernel refuses io_uring (the message says why), or a
+            value is invalid.
     """
     profiles = [profile for profile in map(profile_of, config.paths) if profile is not None]
     block = config.block or max((profile.block_bytes for profile in profiles), default=BLOCK_BYTES)

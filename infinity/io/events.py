@@ -1,6 +1,6 @@
 """Events that the native core records for a trace, as numpy arrays: engine requests, and tiles of the update pipeline.
 
-Times are nanoseconds of the clock of time.perf_counter_ns.
+Times are in nanoseconds, by the clock of time.perf_counter_ns.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states
 IO_EVENT = np.dtype(
     [
         ("begin_ns", np.uint64),  # submitted
-        ("start_ns", np.uint64),  # when the first block was given to the device; 0 if the request failed before
+        ("start_ns", np.uint64),  # when the disk got the first block; 0 if the request failed before
         ("end_ns", np.uint64),
         ("offset", np.uint64),  # bytes, in the swap file
         ("nbytes", np.uint64),  # bytes moved; 0 for a sync and for a failed request
-        ("tag", np.uint64),  # tag of the update that the request belongs to; 0 without an update
+        ("tag", np.uint64),  # tag of the update to which the request belongs; 0 if there is none
         ("operation", np.uint8),  # an index into OPERATIONS
         ("io_class", np.uint8),  # an index into IO_CLASSES
         ("failed", np.bool_),
@@ -43,7 +43,7 @@ TILE_EVENT = np.dtype(
 
 @dataclass(frozen=True)
 class NativeEvents:
-    """Recorded events, and the number of events dropped because the log was full."""
+    """Recorded events, and the number of events that were dropped because the log was full."""
 
     events: NDArray[Any]
     dropped: int

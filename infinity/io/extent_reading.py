@@ -25,16 +25,17 @@ def read_part(store: SwapStore, extent: Extent, begin: int, nbytes: int) -> torc
 
 
 _PIECES = 32
-"""Maximum number of reads in flight, each into a piece of the memory; fewer if the memory has fewer pages."""
+"""Maximum number of reads in flight. Each read uses a piece of the memory, so there are fewer if the memory has fewer
+pages."""
 
 
 def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
-    """Read extents of any size one after the other, and make the store remember the checksums of the bytes read.
+    """Read extents of any size, one after the other. The store remembers the checksums of the bytes that were read.
 
-    Yields for each extent the extent's first failure, or None.
+    Yields one result for each extent: the first failure of a read, or None.
 
     Raises:
-        SwapTimeoutError: the device was given up; the memory must never be used again.
+        SwapTimeoutError: the disk did not answer before the deadline; the memory must never be used again.
     """
     longest = max(len(memory) // _PIECES // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
     free = deque(memory[at : at + longest] for at in range(0, len(memory) - longest + 1, longest))
@@ -55,7 +56,7 @@ def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) ->
                 reading.append((extent, at, nbytes, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, nbytes, view, transfer = reading[0]  # stays in `reading` until done, for the `finally` below
+            extent, at, nbytes, view, transfer = reading[0]  # in `reading` until done, for the `finally` below
             try:
                 if transfer is not None:
                     transfer.result()

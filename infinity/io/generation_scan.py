@@ -1,4 +1,4 @@
-"""Search for an undamaged generation: every byte of a generation is read and compared with its checksums."""
+"""Search for an undamaged generation. Every byte of a generation is read and compared with the checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 Used = TypeVar("Used")
 
 Name = tuple[int, str]
-"""Name of a generation on all ranks: the step, and the id of the ranks that made the generation (Manifest.life)."""
+"""Name of a generation, the same on all ranks: the step, and the id of the ranks that made the generation
+(Manifest.life)."""
 
 
 def name_of(manifest: Manifest) -> Name:
@@ -29,11 +30,11 @@ def name_of(manifest: Manifest) -> Name:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Generation in one rank's store that a run may resume from.
+    """Generation in one rank's store from which a run may resume.
 
     Attributes:
         name: name of the generation.
-        kept: whether the run keeps the generation; false: the generation exists only because checkpoint folders pin it.
+        kept: whether the run keeps the generation; False: the generation exists only because checkpoint folders pin it.
         path: path of the generation's manifest.
     """
 
@@ -48,14 +49,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Damage:
-    """Piece of a generation whose bytes differ from the bytes that were written.
+    """Damaged piece of a generation: its bytes differ from the bytes that were written, or cannot be read.
 
     Attributes:
-        extent: the extent that the piece belongs to.
+        extent: the extent to which the piece belongs.
         step: step of the generation.
         path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
         cause: the problem, in words.
-        error: the failure, if the piece could not be read.
+        error: the error of the read if the piece could not be read; otherwise None.
     """
 
     extent: Extent | ExtentRecord
@@ -75,7 +76,7 @@ class Damage:
 
 
 class _All:
-    """Container that contains everything."""
+    """Container for which `in` is always true."""
 
     def __contains__(self, one: object) -> bool:
         return True
@@ -83,12 +84,13 @@ class _All:
 
 @dataclass(frozen=True)
 class Eligible:
-    """Generations that a run may resume from; by default, all existing generations.
+    """Generations from which a run may resume; by default, all existing generations.
 
     Attributes:
         names: names of the generations.
-        folders: checkpoint folders whose pins count; other pins are dropped.
-        candidate: the generation to resume from; None for the newest, or for the one that a checkpoint folder names.
+        folders: checkpoint folders whose pins the resumed run keeps. It drops all other pins.
+        candidate: the generation from which the run resumes; None: the newest generation, or the generation that a
+            checkpoint folder names.
     """
 
     names: Container[Name] = _All()
@@ -110,14 +112,14 @@ def newest_whole(
 ) -> Used:
     """Find an undamaged generation, and return the result of `use` for it. Every byte of the generation is read.
 
-    The generation is the newest one unless `step`, `digest` or `only` names another.
+    This is the newest undamaged generation, or the generation that `step`, `digest` or `only` names.
 
     Args:
         store: the store to search.
         memory: 4 KiB-aligned buffer for reading.
         step: take the generation of this step.
-        use: called with a manifest and its path. `use` returns a result and the extents to read, each in the copy that
-            the manifest names. `use` raises ResumeError for a manifest that cannot be used.
+        use: function that is called with a manifest and its path. It returns a result and the extents to read, each
+            with the copy that the manifest names. It raises ResumeError for a manifest that cannot be used.
         doing: "resume" or "export", for messages.
         digest: take the pinned generation with this digest.
         only: take this generation.
@@ -125,8 +127,8 @@ def newest_whole(
     Raises:
         ResumeError: all candidates are damaged, or there is no candidate; the message names the problem of each
             candidate.
-        SwapIOError: a part of a candidate cannot be read now. The candidate may be undamaged: try again, or give
-            `step`.
+        SwapIOError: a part of a candidate cannot be read at present. The candidate may be undamaged, so try again, or
+            pass `step`.
     """
     directory = store.directories[0]
     problems: list[str] = []
@@ -151,8 +153,8 @@ def newest_whole(
 def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: str | None) -> list[tuple[int, Path]]:
     """Return the manifests to try, each with its step.
 
-    These are the manifests of kept generations, newest first, and after them those of pinned generations that are not
-    newer. If a generation was requested, only its manifest is returned.
+    These are the manifests of kept generations, newest first, and then the manifests of pinned generations that are not
+    newer than the newest kept generation. If a generation was requested, only its manifest is returned.
 
     Raises:
         ResumeError: the requested generation does not exist, or several generations match.
@@ -180,8 +182,8 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
     if len(found) > 1:
         raise ResumeError(
             f"{directory.path} has {len(found)} generations {step}, because a run was resumed from an earlier step and "
-            "reached "
-            f"step {step} again; pins: {pins_text(pins)}. Choose one with folder=, or unpin those that are not needed."
+            f"reached step {step} again; pins: {pins_text(pins)}. Choose one with folder=, or unpin those that are not "
+            "needed."
         )
     return [(step, path) for path in found.values()]
 
@@ -190,8 +192,8 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
     """Return the manifests, pins and pinned generations in a store.
 
     Returns:
-        The manifests of kept generations by step, newest first; the pins; and by digest the step and the manifest of
-        each pinned generation, newest first.
+        The manifests of kept generations by step, newest first; the pins; and a dict with the step and the manifest of
+        each pinned generation, by digest, newest first.
     """
     pins = read_pins(directory.path, run)
     pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
@@ -200,7 +202,7 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
 
 
 def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the pinned generations to try when no kept one is usable.
+    """Return the pinned generations that are tried when no kept generation is usable.
 
     These generations are not newer than the newest kept generation.
     """
@@ -209,9 +211,9 @@ def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]])
 
 
 def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Candidate]:
-    """Return the generations that a rank may resume from: all in its store, or those of `step`, each once.
+    """Return the generations from which a rank may resume: all generations in its store, or all generations of `step`.
 
-    A generation whose manifest is damaged is left out, with a warning.
+    Each generation occurs only once. A generation with a damaged manifest is left out, with a warning.
 
     Raises:
         ResumeError: a manifest cannot be read at present.
@@ -235,10 +237,11 @@ def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Ca
 def common_candidates(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
     """Return the generations that all ranks have, in the order in which a run should try them.
 
-    The generations that all ranks keep come first, the other generations after them; both groups begin with the newest.
+    The generations that all ranks keep come first, and the other generations follow. In both parts the newest
+    generation is first.
 
     Args:
-        told: for each rank, its generations, each with whether the rank keeps the generation.
+        told: for each rank its generations, each with a bool: whether the rank keeps the generation.
     """
     every = [dict(each) for each in told]
     names = set.intersection(*(set(each) for each in every))
@@ -250,15 +253,14 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
     if step is not None and len(names) > 1:
         raise ResumeError(
             f"{place} has {len(names)} generations {step}, because a run was resumed from an earlier step and reached "
-            f"step {step} again. "
-            "Choose one with folder=, or unpin those that are not needed."
+            f"step {step} again. Choose one with folder=, or unpin those that are not needed."
         )
 
 
 def require_readable(error: ResumeError) -> None:
-    """Raise ResumeError if `error` means that an existing manifest cannot be read at present.
+    """Raise ResumeError if `error` says that an existing manifest cannot be read at present.
 
-    The manifest's generation may be undamaged, so the generation must not be given up.
+    The generation of such a manifest may be undamaged, so a resumed run must not remove it.
     """
     if isinstance(error, ManifestError) and isinstance(error.__cause__, OSError):
         if isinstance(error, DamagedFileError):
@@ -279,7 +281,8 @@ def _require_of(store: SwapStore, manifest: Manifest) -> None:
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:
-    """Raise ResumeError if a header was rebuilt and no checksums can show that the swap files belong to the run."""
+    """Raise ResumeError if a header was rebuilt and the generation has no checksums that could show that the swap files
+    belong to the run."""
     if store.proven or (manifest.sums is not None and store.checksums):
         return
     if manifest.sums is None:
@@ -290,7 +293,8 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
 
 
 def _require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raise a ResumeError that names the damage, or the SwapIOError if a part could not be read."""
+    """If there is damage, raise a ResumeError that names it. If a part could not be read, raise its SwapIOError
+    instead."""
     for each in damage:
         if each.error is not None:
             raise each.error
@@ -300,7 +304,7 @@ def _require_undamaged(damage: Sequence[Damage]) -> None:
 
 
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
-    """Read all of a generation and yield each damaged piece.
+    """Read a generation completely, and yield each damaged piece.
 
     Without checksums, only pieces that cannot be read are found.
 
@@ -308,7 +312,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
         store: the store of the generation.
         extents: extents of the manifest, each in the copy that the manifest names.
         manifest: manifest of the generation.
-        memory: 4 KiB-aligned buffer; several pieces are read into it at the same time.
+        memory: 4 KiB-aligned buffer into which several pieces are read at the same time.
     """
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), read_all(store, extents, memory), strict=True):
         if error is not None:

@@ -1,6 +1,6 @@
 """Generations of a store.
 
-A generation consists of all states after the same step; its manifest names the copy of each state.
+A generation consists of all states after the same step. Its manifest names the copy of each state in the store.
 
 This module makes a generation durable, pins a generation for a checkpoint folder, and resumes from an undamaged
 generation (generation_scan.py).
@@ -9,22 +9,21 @@ generation (generation_scan.py).
 1. A copy that a kept or pinned manifest names is never written (`Generations.copy_to_write`).
 2. A manifest is written only after an fdatasync of the swap files. The fdatasync begins when all data of the generation
    have been written.
-3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed; then the
-   directory is fsynced.
-4. Older manifests are removed only after the new manifest is durable, and the next step may write only after their
-   removal (Commits). If several ranks train, each rank has its own store, and a generation exists only once every rank
-   has its manifest. In this case older manifests are removed when all ranks have confirmed that they have the new
-   manifest (`prepare`, `retire`).
-5. A resumed run fsyncs the directory before it continues from a manifest. Before the run writes anything, it removes
+3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed. After that
+the directory is fsynced. 4. Older manifests are removed only after the new manifest is durable, and the next step may
+write only after their removal (Commits). If several ranks train, each rank has its own store, and a generation exists
+only when every rank has a manifest of it. Older manifests are then removed only after all ranks have confirmed that
+their new manifest is durable (`prepare`, `retire`). 5. A resumed run fsyncs the directory before it continues from a
+manifest. Before the run writes anything, it removes
    all manifests that it does not keep, and fsyncs the directory again.
-6. A pinned generation has a separate manifest (pins.py), which none of the actions above touches. A pin is durable
-   before pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy
-   that the pinned manifest names may be written. A resumed run keeps all pinned generations, whether older or newer
-   than the generation that it resumes from, even if the run makes a generation of the same step again.
-7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If there
-   are too few copies, nothing is written and an error says so (`Generations.require_room`).
-A power cut may restore a removed manifest whose copies have been overwritten. Such a restored manifest is older than an
-undamaged manifest, and the next resume removes it.
+6. A pinned generation has a separate manifest (pins.py), which the actions above do not change. A pin is durable before
+pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before any copy that the
+pinned manifest names may be overwritten. A resumed run keeps all pinned generations, also those that are newer than the
+generation from which it resumes. It keeps them even if it makes a generation of the same step again. 7. Each state that
+changes has more copies than the number of generations that can be kept and pinned at the same time. If there are too
+few copies, nothing is written and an error is raised (`Generations.require_room`). After a power cut, a removed
+manifest may exist again, although its copies have been overwritten. Such a manifest is older than an undamaged
+manifest, and the next resume removes it.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generations:
-    """Generations of a store: which generations are kept, and which copies these generations name.
+    """Generations of a store: the kept generations, and the copies that their manifests name.
 
     Args:
         extents: extents of all states, in layout order.
@@ -75,11 +74,11 @@ class Generations:
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
-        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the index of the copy of each extent
+        self._kept: dict[int, list[int]] = {}  # by step, oldest first: for each extent the index of its copy
         self._pins_max = pins
         self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
-        self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
-        self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, and why
+        self._pinned: dict[str, list[int]] = {}  # by digest, perhaps pinned: for each extent its copy
+        self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, with the reason
         self._retires = False  # whether retire() must still be called
         self._pending_recovery: _PendingRecovery | None = None
 
@@ -89,7 +88,7 @@ class Generations:
         return max(self._kept, default=None)
 
     def copy_to_write(self, extent: Extent) -> int:
-        """Return the copy to which new values of a state may be written: no generation names this copy."""
+        """Return the copy to which new values of a state may be written. No generation uses this copy."""
         if extent.newest_copy not in self._named(extent):
             return extent.newest_copy
         free = self.spare_copy(extent)
@@ -98,7 +97,7 @@ class Generations:
         return free
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """Return a copy that no generation names and that does not have the newest values; None if there is none."""
+        """Return a copy that no generation uses and that does not have the newest values; None if there is none."""
         taken = self._named(extent) | {extent.newest_copy}
         return next((copy for copy in range(len(extent.offsets)) if copy not in taken), None)
 
@@ -107,10 +106,11 @@ class Generations:
         return {copies[index] for named in (self._kept, self._pinned) for copies in named.values()}
 
     def require_room(self) -> None:
-        """Check that the next write has a copy to write to. Call this before anything is written.
+        """Check that each state has a copy to which its new values can be written. Call this before anything is
+        written.
 
         Raises:
-            PlanError: all copies of a state are named by generations.
+            PlanError: generations use all copies of a state.
         """
         if self._retires:
             return
@@ -129,18 +129,17 @@ class Generations:
         return PlanError(
             f"{extent.state} of unit '{extent.unit}' has {len(extent.offsets)} copies in {self._directory.path}, and "
             f"generations name all of them: {', '.join(map(str, self._kept))} are kept, pinned by {pinned}. Nothing "
-            "was written. Unpin a folder and resume: `infinity checkpoint unpin "
-            f"{self._place} --folder FOLDER`."
+            f"was written. Unpin a folder and resume: `infinity checkpoint unpin {self._place} --folder FOLDER`."
         )
 
     @property
     def _directory(self) -> StoreDirectory:
-        """First directory of the store, which holds manifests and pins."""
+        """First directory of the store, which contains the manifests and the pins."""
         return self._store.directories[0]
 
     @property
     def _place(self) -> Path:
-        """Path of this store, as an argument of commands of the command line."""
+        """Path of this store, in the form of an argument of `infinity checkpoint`."""
         return place_of(self._directory.path)
 
     @property
@@ -149,19 +148,20 @@ class Generations:
         return sorted(self._kept)
 
     def candidates(self, step: int | None) -> list[Candidate]:
-        """Return the generations that recover() may resume from, like `candidates` of generation_scan.py."""
+        """Return the generations from which recover() may resume; see `candidates` in generation_scan.py."""
         return candidates(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Make generation `step` durable in a process that trains alone. Args and Raises: see prepare()."""
+        """Make generation `step` durable in a process that trains alone. The arguments and errors are those of
+        prepare()."""
         path = self.prepare(step, facts, body)
         self.retire(self.steps)
         return path
 
     def prepare(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Write the manifest of the newest values as generation `step`.
+        """Write the manifest of generation `step`, which consists of the newest values of all states.
 
-        The values must be durable already. Nothing may be written before retire().
+        The values must already be durable. After this call, no state may be written before retire().
 
         Raises:
             SwapIOError: the generation was not made; the older generations still exist.
@@ -198,7 +198,7 @@ class Generations:
         return path
 
     def retire(self, whole: Collection[int]) -> None:
-        """Remove the older generations beyond `keep`, and the generations that not every rank has made.
+        """Keep the newest `keep` generations that every rank has made, and remove all others.
 
         Args:
             whole: the steps of the generations that every rank has made.
@@ -224,27 +224,27 @@ class Generations:
     ) -> Manifest:
         """Find the newest undamaged generation, and make its values the newest values of the extents.
 
-        Every byte of the generation is read once, and the store remembers its checksums. Newer generations that are
-        damaged are reported in the log; finish_recovery() removes their manifests.
+        Every byte of the generation is read once, and the store remembers the checksums of these bytes. The log names
+        the newer generations that are damaged. finish_recovery() removes their manifests.
 
         Args:
             memory: 4 KiB-aligned buffer for reading.
-            step: take the generation of this step instead of the newest.
-            check: raises ManifestError for a manifest that cannot be used.
+            step: take the generation of this step in place of the newest one.
+            check: function that raises ManifestError for a manifest that cannot be used.
             digest: take the pinned generation with this digest.
-            eligible: generations that the run may resume from.
+            eligible: generations from which the run may resume.
 
         Raises:
             NewerVersionError: a newer infinity wrote one of the manifests, even a manifest that was not requested.
             ResumeError: every generation is damaged, or `step` has no generation; the message names the problem of each
-                generation. Also raised if the generation does not prove a rebuilt header, or if a swap file has a
-                second name.
+                generation. Also raised if a rebuilt header is not proven by the generation (headers.py), or if a swap
+                file has a second name.
             SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
-                unchanged; on disk only headers may have changed. Try again, or give `step`.
+                unchanged, and only headers may have changed on disk. Try again, or pass `step`.
         """
         directory = self._directory
         self._store.require_sole_names()
-        # A killed run may have left its last rename only in the page cache: make the rename durable before resuming.
+        # The last rename of a killed run may exist only in the page cache. It must be durable before the run resumes.
         atomic_file.sync_directory(directory.path)
         found = directory.generations()
         # finish_recovery() would remove manifests that this run does not resume from
@@ -280,7 +280,7 @@ class Generations:
         return manifest
 
     def _staying_pins(self, eligible: Eligible) -> tuple[list[Pin], dict[str, list[int]]]:
-        """Return the pins that a resumed run keeps, and the copies that the pinned generations name.
+        """Return the pins that a resumed run keeps, and the copies that the pinned generations use.
 
         Raises:
             ResumeError: there are more pinned generations than `pins` allows, or a manifest cannot be read at present.
@@ -329,16 +329,16 @@ class Generations:
                 raise ManifestError(path, problem)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
-        """Keep the resumed generation and older ones, and give up the others.
+        """Choose the generations that a resumed run keeps: the resumed one and older ones. All others are given up.
 
-        The newer generations are given up, and the older generations that are beyond `keep` or that another rank does
-        not have. A crash may have left both kinds.
+        Newer generations are given up, and also older generations if there are more than `keep`, or if another rank
+        does not have them. A crash can be the reason for both.
 
         Args:
             chosen: the manifest that the run resumes from.
             found: all kept manifests in the directory, by step.
             eligible: the generations that all ranks have.
-            newer: the reason for giving up newer generations.
+            newer: the reason why newer generations are given up, for the message.
         """
         self._kept = {chosen.step: [extent.newest_copy for extent in self._extents]}
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
@@ -355,11 +355,12 @@ class Generations:
                 require_readable(error)
                 logger.warning("%s", error)
                 why = "is damaged"
-            self._given_up[path] = why  # the generation's copies have been overwritten, or will be
+            self._given_up[path] = why  # its copies have been or will be overwritten
         self._kept = dict(sorted(self._kept.items()))
 
     def finish_recovery(self) -> None:
-        """Make the result of recover() durable: remove the manifests that it gave up and the pins that it dropped.
+        """Make the result of recover() durable: remove the manifests that recover() gave up, and the pins that it
+        dropped.
 
         Call this before anything is written.
 
@@ -369,7 +370,8 @@ class Generations:
         """
         if self._pending_recovery is not None:
             if self._pending_recovery.manifest is not None and self.newest is not None:
-                # From now on the pinned generation is also the newest of the run, and must be found without the pin.
+                # The pinned generation is now also the newest generation of the run, and must be found even after the
+                # folder is unpinned.
                 atomic_file.write_file(self._directory.generation_path(self.newest), [self._pending_recovery.manifest])
             over = [pin for pin in self._pins.entries if pin not in self._pending_recovery.pins]
             if over:
@@ -390,21 +392,21 @@ class Generations:
 
     @property
     def pins(self) -> dict[Path, int]:
-        """Steps of the pinned generations, by the folder that pins the generation, oldest pin first."""
+        """Step of each pinned generation, by the folder that pins the generation; the oldest pin is first."""
         return {Path(pin.folder): pin.step for pin in self.pin_list}
 
     @property
     def pin_list(self) -> list[Pin]:
-        """Pins, oldest first, without the pins that finish_recovery() will remove."""
+        """The pins, oldest first, without those that finish_recovery() will remove."""
         return list(self._pins.entries if self._pending_recovery is None else self._pending_recovery.pins)
 
     def has_free_pin(self, folder: Path) -> bool:
-        """Return whether a folder can pin a generation."""
+        """Return whether there is a free pin for a folder."""
         others = {pin.digest for pin in self.pin_list if pin.folder != str(folder)}
         return len(others & self._pinned.keys()) < self._pins_max
 
     def require_free_pin(self, folder: Path) -> None:
-        """Check that `folder` can pin a generation. Raises PlanError if other folders use all of `pins`."""
+        """Check that there is a free pin for `folder`. Raises PlanError if other folders use all `pins`."""
         if self.has_free_pin(folder):
             return
         taken = f"are taken by {pins_text(self.pin_list)}" if self._pins_max else "(the default) allows none"
@@ -417,7 +419,7 @@ class Generations:
     def pin(self, step: int, folder: Path) -> str:
         """Pin generation `step` for a folder, durably, and return the digest of the generation.
 
-        The folder has no marker yet (begin_folder).
+        The folder must have no marker (begin_folder).
 
         Args:
             step: step of a kept generation.
@@ -425,7 +427,7 @@ class Generations:
 
         Raises:
             ResumeError: the store keeps no such generation.
-            SwapIOError: the pin may be durable or not; unpin the folder.
+            SwapIOError: the pin may or may not be durable, so unpin the folder.
         """
         self.finish_recovery()
         self._require_kept(step)
@@ -433,7 +435,7 @@ class Generations:
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
         if new.digest not in self._pinned:
             atomic_file.write_file(self._directory.path / new.manifest_name, [manifest])
-        self._pinned[new.digest] = self._kept[step]  # even if writing the pins fails: they may be on disk
+        self._pinned[new.digest] = self._kept[step]  # also if the write fails: it may have reached the disk
         self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])
         return new.digest
 
@@ -445,24 +447,25 @@ class Generations:
         """Write the marker of a folder that pins a generation. Raises SwapIOError.
 
         Args:
-            folder: the folder under the path that was pinned.
-            into: directory where the folder's files are written if the folder gets its final name later.
+            folder: path of the folder, the same as in pin().
+            into: directory in which the folder's files are written, if this directory is renamed to the folder later.
             digests: digests of all ranks' generations.
         """
         self._pins.mark(self.pin_of(folder), into or folder, digests)
 
     def finish(self, folder: Path) -> None:
-        """Record that a folder has its marker. Raises SwapIOError."""
+        """Record that the marker of a folder is written. Raises SwapIOError."""
         self._write_pins(self._pins.entries)
 
     def keep_pins(self, folders: Collection[str]) -> None:
-        """Unpin the generations of all other folders, because another rank has unpinned them. Raises SwapIOError."""
+        """Unpin the generations of all folders except `folders`, because another rank has unpinned these generations.
+        Raises SwapIOError."""
         if any(pin.folder not in folders for pin in self.pin_list):
             self.finish_recovery()
             self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
 
     def pins_found(self) -> list[str]:
-        """Read the pins before recover(), and return the folders that the pins name. Raises ManifestError."""
+        """Read the pins from the file, and return their folders. Call this before recover(). Raises ManifestError."""
         self._pins.load()
         return [pin.folder for pin in self._pins.entries]
 
@@ -477,12 +480,12 @@ class Generations:
         return pin
 
     def unpin(self, folder: Path) -> bool:
-        """Unpin a folder's generation durably, so that its copies may be written again.
+        """Unpin a folder's generation durably, so that its copies may be overwritten.
 
         Return whether the folder pinned a generation.
 
         Raises:
-            SwapIOError: the generation stays pinned; the folder may have lost its marker. Try again.
+            SwapIOError: the generation is still pinned, and the folder may have lost its marker. Try again.
         """
         self.finish_recovery()
         pin = self._pins.of(folder)
@@ -493,7 +496,7 @@ class Generations:
         return True
 
     def mark_portable(self, folder: Path, name: str) -> None:
-        """Record that a pinned folder now holds a portable copy in its subfolder `name`, and unpin its generation.
+        """Record that a folder now has a portable copy in its subfolder `name`, and unpin the folder's generation.
 
         A folder that has lost its marker gets no new marker, because its other files may belong to another step.
         """
@@ -503,7 +506,8 @@ class Generations:
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:
-        # Invariant: until the new pins are written, the old and the new pins both protect their generations.
+        # Invariant: until the new pins are written, the generations of the old pins and of the new pins are both
+        # protected.
         self._pins.write(pins)
         named = {pin.digest for pin in self._pins.entries}
         self._pinned = {digest: copies for digest, copies in self._pinned.items() if digest in named}
@@ -511,10 +515,10 @@ class Generations:
 
 @dataclass(frozen=True)
 class _PendingRecovery:
-    """Work of finish_recovery() besides the removal of manifests.
+    """The part of recover() that finish_recovery() must still write to disk, without the removal of manifests.
 
     Attributes:
-        pins: the pins that stay.
+        pins: the pins that the run keeps.
         manifest: the bytes of the pinned manifest that the run resumes from; None if the run resumes from a kept
             generation.
     """

@@ -1,13 +1,14 @@
 """Headers of a store's members: read from disk, or rebuilt if they are damaged or missing.
 
 [Note: what a header is rebuilt from]
-A header is rebuilt from the header of another member, or else from the newest manifest that can be read: both contain
-all data of a header. If a header names another run than the generations do, the header does not belong to this store,
-and it is rebuilt like a damaged header. A rebuilt header does not prove that the swap file beside it belongs to the
-run; only the bytes in the swap file prove it. So a rebuilt header stays in memory until a complete generation has been
-read and all checksums were right (Generations.recover). After this check, the header is written if some of the
-generation's bytes are in the swap file beside the header. Generations without checksums are refused. A store that is
-updated in place has no manifests, so its header is never rebuilt as the header of a store that can be resumed.
+A member is one of the store's directories, with its swap file. A header is rebuilt from the header of another member,
+or from the newest manifest that can be read. Both contain all data of a header. If a header and the generations name
+different runs, the header does not belong to this store, and is rebuilt in the same way as a damaged header. A rebuilt
+header does not prove that the swap file in its directory belongs to the run. Only the bytes in the swap file can prove
+this. A rebuilt header is therefore kept in memory until a complete generation has been read and all checksums were
+right (Generations.recover). After this check, the header is written, if some of the generation's bytes are in the swap
+file in its directory. Generations without checksums are refused. A store that is updated in place has no manifests, so
+its header is never rebuilt as the header of a store that can be resumed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ _INSTEAD = "a resumed run writes it again, rebuilt from"
 
 @dataclass(frozen=True)
 class FoundHeader:
-    """Header of a member, read or rebuilt.
+    """Header of a member, which was read or rebuilt.
 
     Attributes:
         header: the header.
-        rebuilt: the problem of the header on disk, and the source of the rebuilt header; "" if the header was read.
+        rebuilt: the problem of the header on disk, and the source from which the header was rebuilt; "" if the header
+            was read.
     """
 
     header: Header
@@ -38,7 +40,7 @@ class FoundHeader:
 
 
 def header_in(path: Path) -> FoundHeader:
-    """Return the header in one directory of a store, which need not be locked.
+    """Return the header in one directory of a store. The directory need not be locked.
 
     Raises:
         ResumeError: there is no store.
@@ -50,11 +52,11 @@ def header_in(path: Path) -> FoundHeader:
 
 
 def members_of(path: Path) -> list[Path]:
-    """Return all directories of the store that `path` is a part of, in the store's order.
+    """Return all directories of the store to which `path` belongs, in the store's order.
 
     Raises:
-        ResumeError: there is no store, or the store was copied or moved. In a copied or moved store, the directories
-            that the header names are not parts of the store.
+        ResumeError: there is no store, or the store was copied or moved. The header of a copied or moved store names
+            directories that are not its parts.
         ManifestError: see header_in.
     """
     header = header_in(path).header
@@ -65,20 +67,21 @@ def members_of(path: Path) -> list[Path]:
     if not is_there(header, path):
         raise ResumeError(
             f"{path} was {there} when the store was made: the directory was copied or moved, and its header names the "
-            f"old places of the other parts. Name the present directories of all {len(named)} parts, "
-            f"in the order of {', '.join(header.members)}: as arguments of `infinity checkpoint`, or as nvme.paths "
-            "of the --config of a resume."
+            f"old places of the other parts. Name the present directories of all {len(named)} parts, in the order of "
+            f"{', '.join(header.members)}: as arguments of `infinity checkpoint`, or as nvme.paths of the --config of "
+            "a resume."
         )
     return named
 
 
 def is_there(header: Header, path: Path) -> bool:
-    """Return whether `path` is the directory that the header in `path` named when the store was made."""
+    """Return whether the header in `path` names `path` as the directory of its member. A copied or moved store has
+    other paths."""
     return os.path.realpath(header.members[header.member]) == os.path.realpath(path)
 
 
 def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
-    """Return the headers of a store's members, in their order.
+    """Return the headers of a store's members, in the order of `paths`.
 
     Raises:
         ResumeError: a header belongs to another run, is damaged and cannot be rebuilt, or cannot be read or understood.
@@ -101,9 +104,9 @@ def _read_or_rebuilt(paths: Sequence[Path]) -> list[FoundHeader]:
 
 
 def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
-    """Read the headers of all parts of a store whose generations are in the first part.
+    """Read the headers of all members of a store. The generations of the store are in the first member's directory.
 
-    A header that names another run than the generations counts as damaged.
+    A header that does not name the run of the generations counts as damaged.
     """
     read = [_read(path) for path in paths]
     runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
@@ -116,7 +119,7 @@ def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
 
 
 def _runs_in(path: Path, wanted: set[str]) -> set[str]:
-    """Return the runs of the generations in a directory. Reading ends once all runs in `wanted` are found."""
+    """Return the runs of the generations in a directory. Reading ends when all runs in `wanted` are found."""
     runs: set[str] = set()
     for _, manifest in read_kept(generations_in(path)) if wanted else ():
         if isinstance(manifest, Manifest):
@@ -132,7 +135,7 @@ def _read(path: Path) -> Header | DamagedFileError:
     Raises:
         NoStoreError: the directory contains neither a header nor a swap file.
         ManifestError: the header cannot be read at present, or this version does not understand the header. Another
-            attempt or another version may be able to read the header, so the header must stay.
+            attempt or another version may be able to read the header, so it must not be removed.
     """
     try:
         return read_header(path / HEADER_NAME)
@@ -143,12 +146,12 @@ def _read(path: Path) -> Header | DamagedFileError:
 
 
 def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
-    """Rebuild a damaged header. Raises DamagedFileError if there is no source to rebuild the header from."""
+    """Rebuild a damaged header. Raises DamagedFileError if there is no source from which the header can be rebuilt."""
     if source is not None:
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
     require_known(generations_in(path).values())
-    reason = ""  # why the newest generation cannot be the source
+    reason = ""  # the reason why the newest generation cannot be the source
     for number, manifest in read_kept(generations_in(path)):
         if isinstance(manifest, Manifest) and manifest.store is not None:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)

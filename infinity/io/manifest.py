@@ -1,6 +1,6 @@
 """Small files of a store: the header of each swap file, and the manifest of each generation.
 
-Both kinds of file come from disk, so they are parsed strictly before they are used: every field is typed and bounded.
+Both kinds of file come from disk, so they are parsed strictly before they are used. Every field has a type and limits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StoreRecord(Record):
 
     Attributes:
         created: time when the store was made.
-        members: directories of all parts of the store, as nvme.paths named them.
-        shares, stripe_bytes: how bytes are striped over the members.
+        members: directories of all members of the store, as nvme.paths named them.
+        shares, stripe_bytes: number of stripes of each member in a cycle, and bytes of a stripe.
         nbytes: size of the store, all members together.
     """
 
@@ -43,7 +43,7 @@ class StoreRecord(Record):
 
 
 class Header(StoreRecord):
-    """Header of a swap file: the store and run that it belongs to.
+    """Header of a swap file, which says to which store and run the swap file belongs.
 
     Attributes:
         run: id of the run, the same for all members of a store.
@@ -62,9 +62,9 @@ class Header(StoreRecord):
 
 
 class ExtentRecord(NamedTuple):
-    """One state of one group of parameters, and the state's place in this generation.
+    """Record of one state of one group of parameters: its size, and its place in the store in this generation.
 
-    The fields have the names of the file format, which calls the index of the extent's copy `slot`.
+    The fields have the names of the file format. `slot` is the index of the extent's copy.
     """
 
     unit: str
@@ -81,7 +81,8 @@ _Names = Annotated[list[Name], Field(max_length=_EXTENTS_MAX)]
 
 
 class _Columns(Record):
-    """All extents of a manifest, field by field, because a manifest may have very many extents."""
+    """All extents of a manifest, with one list for each field. This form is compact, because a manifest may have very
+    many extents."""
 
     unit: _Names
     group: _Counts
@@ -92,7 +93,7 @@ class _Columns(Record):
 
 
 def _extents(value: Any) -> list[ExtentRecord]:
-    """Return the records, from columns or from the rows of the first manifests. Raises ValueError."""
+    """Return the records. The value has columns, or rows in manifests of version 1. Raises ValueError."""
     names = ExtentRecord._fields
     if isinstance(value, list):
         if all(isinstance(row, ExtentRecord) for row in value):
@@ -126,7 +127,8 @@ _FACTS_MAX = 64
 
 
 def _facts(value: Any) -> dict[str, Any]:
-    """Check that all facts can be compared by `==`: strings, numbers, and lists of these. Raises ValueError."""
+    """Check that all facts are strings, numbers, or lists of these, so that `==` can compare them. Raises
+    ValueError."""
     plain = str | int | float | None
     if not isinstance(value, dict) or len(value) > _FACTS_MAX:
         raise ValueError("not a dict of a few facts")
@@ -138,19 +140,22 @@ def _facts(value: Any) -> dict[str, Any]:
 
 
 class Manifest(Record):
-    """Generation: all states after the same optimizer step.
+    """Manifest of a generation, which is all states after the same optimizer step.
 
     Attributes:
         run: id of the run.
-        step: optimizer steps done, skipped ones included.
+        step: number of optimizer steps done, including skipped steps.
         created: time when the generation was made.
         extents: extents in the order of the store's layout.
-        sums: an XXH3-64 for each 256 KiB of each extent, in the order of the extents; None without checksums.
-        facts: the format of the states; a run that uses the states must have the same format.
-        body: data of the layers above: optimizer, schedulers, random numbers.
-        store: the store's layout, as in the headers; None in manifests of older versions and in portable copies.
-        life: id that the ranks of a run had in common, from their start to their end, when they made the generation.
-            None if one process trained, and in manifests of older versions. Manifests of two ranks belong to the same
+        sums: an XXH3-64 checksum for each 256 KiB of each extent, in the order of the extents; None if the run makes no
+            checksums.
+        facts: facts about the format of the states. A run that uses the states must have the same facts.
+        body: values that are kept in addition to the states: those of the optimizer, schedulers and random-number
+            generators.
+        store: the store's layout, the same as in the headers; None in manifests of older versions and in portable
+            copies.
+        life: id of the ranks that made the generation. All ranks have the same id from their start to their end. None
+            if one process trained, and in manifests of older versions. Manifests of two ranks belong to the same
             generation if their `step` and `life` are equal.
     """
 
@@ -194,7 +199,7 @@ def require_known(found: Iterable[Path]) -> None:
 def read_header(path: Path) -> Header:
     """Read a header.
 
-    Raises ManifestError; if the header is missing or damaged, so that it may be rebuilt, raises DamagedFileError.
+    Raises ManifestError. The error is a DamagedFileError if the header is missing or damaged, and may thus be rebuilt.
     """
     header = validated(Header, document.read(path, "store"), path)
     _require_sound(header, path)
@@ -241,7 +246,7 @@ def manifest_bytes(path: Path) -> bytes:
 
 
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Yield for each manifest in `found` its step, and the manifest or the error of read_own."""
+    """Yield the step of each manifest in `found`, with the manifest or with the error that read_own raised."""
     for number, path in found.items():
         try:
             yield number, read_own(path, number, run)
@@ -250,10 +255,11 @@ def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tup
 
 
 def read_own(path: Path, step: int, run: str | None) -> Manifest:
-    """Read a manifest and check which generation it describes.
+    """Read a manifest, and check that it describes the expected generation.
 
     Raises:
-        ManifestError: see read_manifest; also raised if the manifest is of another step, or of a run other than `run`.
+        ManifestError: see read_manifest; also raised if the manifest belongs to another step, or to another run than
+            `run`.
     """
     manifest = read_manifest(path)
     if manifest.step != step or run not in (None, manifest.run):

@@ -1,30 +1,32 @@
 """Pins of checkpoint folders: which folder pins which generation.
 
-Pins are stored in three kinds of files: the file of the pins, one manifest per pinned generation, and the marker in
+Pins are stored in three kinds of files: the file of the pins, a manifest for each pinned generation, and a marker in
 each folder.
 
 [Note: a checkpoint folder and its generation]
-A folder of exported weights contains no optimizer states: the states stay in the store, in a generation that the folder
+A folder of exported weights contains no optimizer states. The states are in the store, in a generation that the folder
 pins. Three small files record the pin. Each file is written under another name, fsynced and renamed:
 
 pinned-STEP-DIGEST.infinity   in the first swap directory: the manifest of a pinned generation, byte for byte. It has a
                               separate name because a run that resumes from an earlier step may make a generation of
                               the same step again; DIGEST is the digest of its bytes
-pins.infinity                 in the first swap directory: the folders, each with the step and the digest that it pins
-infinity.json                 the marker in the folder: run, step, digest and swap directories; or, once the folder
-                              holds a portable copy, where in the folder that is
+pins.infinity                 in the first swap directory: the folders, each with the step and the digest of the
+                              generation that it pins
+infinity.json                 in the folder: the marker, with run, step, digest and swap directories; if the folder
+                              has a portable copy instead, with the name of the copy's subfolder
 
-A folder is pinned in this order: an older marker in the folder is removed; the manifest gets its second name; the pin
-is written; the marker is written. A folder is unpinned in this order: the marker is removed, then the pin, then the
-manifest. So a folder that has a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The
-next resume removes such a pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted: the
-folder's pin stays, unless the folder was never finished.
+To pin a folder, an older marker in the folder is removed, then the manifest is written under its second name, then the
+pin is written, and then the marker. To unpin a folder, the marker is removed, then the pin, and then the manifest. A
+folder with a marker therefore always has its pin. After a crash, there may be a pin whose folder has no marker; the
+next resume removes this pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted. Its pin
+is therefore kept, unless the folder was never finished.
 
 [Note: a checkpoint folder of several ranks]
-Each rank pins a generation in the rank's own store; the first two files are in the rank's own directory. The folder has
-one marker with the digests of all these generations, which rank 0 writes once every rank has its pin. So a folder pins
-a generation iff every rank has the pin. Any rank may unpin a folder, and that rank removes the marker. The other ranks
-remove their pins when the ranks next exchange their pins: before the next pin, and on resume (access/pinning.py).
+Each rank pins a generation in its own store, with the first two files in its own directory. The folder has one marker
+with the digests of all these generations. Rank 0 writes the marker after every rank has written its pin. A folder
+therefore pins a generation if and only if every rank has the pin. Any rank may unpin a folder: it removes the marker
+and its own pin. The other ranks remove their pins when the ranks next exchange their pins, which is before the next pin
+and on resume (access/pinning.py).
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Pin(Record):
     Attributes:
         folder: absolute path of the folder, links resolved.
         step, digest: step and digest of the generation. Two generations may have the same step.
-        finished: whether the folder's marker has been seen.
+        finished: whether the marker of the folder is known to have been written.
     """
 
     folder: AbsolutePath
@@ -88,22 +90,22 @@ class Pin(Record):
 
 
 class _PinsFile(Record):
-    """Content of the file of the pins; `pins` begins with the oldest pin."""
+    """Contents of the file of the pins. The first pin of `pins` is the oldest."""
 
     run: Name
     pins: Annotated[list[Pin], Field(max_length=1 << 12), AfterValidator(_apart)]
 
 
 class Marker(Record):
-    """Content of the marker in a checkpoint folder, which says where the states are.
+    """Contents of the marker in a checkpoint folder. The marker says where the states are.
 
     Attributes:
         run: id of the run that wrote the folder.
         step: number of optimizer steps done.
-        digest: digest of the generation that the folder pins; None if the folder holds a portable copy. If several
-            ranks trained, the digest is that of rank 0.
-        digests: digests of all ranks' generations if several ranks trained; [] if the folder holds a portable copy.
-        portable: name of the subfolder that holds the portable copy; None if the folder pins a generation.
+        digest: digest of the generation that the folder pins; None if the folder has a portable copy. If several ranks
+            trained, this is the digest of rank 0.
+        digests: digests of all ranks' generations if several ranks trained; [] if the folder has a portable copy.
+        portable: name of the subfolder with the portable copy; None if the folder pins a generation.
         directories: the swap directories of the run, in their order.
     """
 
@@ -118,15 +120,15 @@ class Marker(Record):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that have the generation that the folder pins."""
+        """Number of ranks that trained when the folder was pinned."""
         return len(self.digests) or 1
 
     def digest_of(self, rank: int, ranks: int) -> str | None:
-        """Return the digest of the generation that is pinned in the store of a rank; None if none is pinned.
+        """Return the digest of the generation that is pinned in the store of a rank; None if no generation is pinned.
 
         Args:
             rank: index of the rank.
-            ranks: number of ranks of the run that asks. A folder that was written by another number of ranks pins
+            ranks: number of ranks of the present run. If the folder was written by another number of ranks, it pins
                 nothing for this rank.
         """
         if ranks != self.ranks:
@@ -135,7 +137,7 @@ class Marker(Record):
 
 
 def folder_path(folder: str | Path) -> Path:
-    """Return the path under which a folder is pinned: absolute, links resolved.
+    """Return the path of a folder in the form that pins have: absolute, with all links resolved.
 
     Raises:
         ConfigError: the path cannot be written to a file.
@@ -150,7 +152,7 @@ def folder_path(folder: str | Path) -> Path:
 
 
 def digest_of(manifest: bytes) -> str:
-    """Return the digest of a manifest, which identifies a generation among all generations of a run."""
+    """Return the digest of a manifest. The digest identifies a generation among all generations of a run."""
     return hashlib.blake2b(manifest, digest_size=16).hexdigest()
 
 
@@ -174,7 +176,7 @@ def read_marker(folder: Path) -> Marker | None:
 def write_marker(folder: Path, marker: Marker) -> None:
     """Write the marker of a folder durably.
 
-    Raises SwapIOError; after this error the folder has its old marker, or no marker.
+    Raises SwapIOError. After this error the folder has its old marker, or no marker.
     """
     text = json.dumps(marker.model_dump(exclude_none=True), indent=1)
     atomic_file.write_file(folder / MARKER_NAME, [text.encode()])
@@ -188,11 +190,11 @@ def remove_marker(folder: Path) -> None:
 
 
 def begin_folder(folder: Path, into: Path | None = None) -> None:
-    """Prepare a folder to pin a generation: remove its older marker, and make the folder durably if it is missing.
+    """Prepare a folder for pin(): remove its older marker, and make the folder durably if it does not exist.
 
     Args:
         folder: the checkpoint folder.
-        into: directory where the folder's files are written, if the folder gets its final name later.
+        into: directory in which the folder's files are written, if this directory is renamed to the folder later.
 
     Raises:
         InfinityError, SwapIOError: the folder cannot be made, or its marker cannot be removed.
@@ -230,8 +232,7 @@ def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
         raise ManifestError(
             path,
             f"{error.problem}. It lists which checkpoint folders pin which generations: put an undamaged copy back, or "
-            "remove "
-            "the file, which gives up all pinned generations",
+            "remove the file, which gives up all pinned generations",
         ) from error
     if run not in (None, found.run):
         raise ManifestError(path, f"belongs to run {found.run[:8]}, and the store to run {str(run)[:8]}")
@@ -269,10 +270,10 @@ class Pins:
         return next((pin for pin in self.entries if pin.folder == str(folder)), None)
 
     def write(self, entries: Iterable[Pin]) -> None:
-        """Replace the pins durably, and remove the manifests of generations that no pin names any more.
+        """Replace the pins durably, and remove the manifests of generations that have no pin any more.
 
         Raises:
-            SwapIOError: the pins are unchanged; only after a failed fsync of the directory may the file have the new
+            SwapIOError: the pins are unchanged. Only after a failed fsync of the directory, the file may have the new
                 pins.
         """
         entries = [self._seen(pin) for pin in entries]
@@ -283,7 +284,7 @@ class Pins:
         for name in {pin.manifest_name for pin in before} - named:
             try:
                 atomic_file.remove(self.directory / name)
-            except SwapIOError as error:  # no pin names the manifest: it is harmless, and the next resume removes it
+            except SwapIOError as error:  # harmless: the manifest has no pin, and the next resume removes it
                 logger.warning("%s", error)
 
     def _seen(self, pin: Pin) -> Pin:
@@ -295,7 +296,7 @@ class Pins:
         Args:
             pin: the pin.
             folder: directory to write the marker to.
-            digests: digests of all ranks' generations; [] if the folder holds a portable copy.
+            digests: digests of all ranks' generations; [] if the folder has a portable copy.
             portable: name of the subfolder that holds the portable copy.
 
         Raises:
@@ -332,9 +333,8 @@ class Pins:
     def over(self, pin: Pin) -> bool:
         """Return whether a pin's folder no longer needs the pinned generation.
 
-        The generation is not needed if a crash left the folder without the marker, or if the folder now contains
-        another checkpoint. A folder that does not exist still needs the generation, unless the folder was never
-        finished.
+        The generation is not needed if the folder has no marker after a crash, or if the folder now contains another
+        checkpoint. If the folder does not exist, the generation is still needed, unless the folder was never finished.
         """
         folder = Path(pin.folder)
         if not os.path.lexists(folder):
@@ -353,7 +353,7 @@ def is_gone(pin: Pin) -> bool:
 
 
 def pins_text(pins: Collection[Pin]) -> str:
-    """List the pins for messages: each folder, its step, and whether the folder is gone."""
+    """Return the pins as text for messages: each folder with its step, and with a note if the folder does not exist."""
     return ", ".join(f"{pin}{', which is gone' if is_gone(pin) else ''}" for pin in pins)
 
 

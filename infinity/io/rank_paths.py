@@ -1,4 +1,4 @@
-"""Names of the directories of several ranks: each rank has one directory in each directory of nvme.paths."""
+"""Names of the directories of several ranks. Each rank has a directory in each directory of nvme.paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def is_rank_path(path: Path) -> bool:
 
 
 def place_of(path: Path) -> Path:
-    """Return the directory of nvme.paths that is, or contains, a store's directory: the argument of the commands."""
+    """Return the path of nvme.paths to which a store's directory belongs: the directory itself, or its parent for a
+    store of several ranks. `infinity checkpoint` takes this path as its argument."""
     return path.parent if is_rank_path(path) else path
 
 

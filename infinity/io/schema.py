@@ -1,4 +1,4 @@
-"""Schemas of small files: every field is typed and bounded, unknown fields are errors, values are never converted.
+"""Schemas of small files: every field has a type and limits, unknown fields are errors, and values are never converted.
 
 An error describes the first problem in one line.
 """
@@ -37,11 +37,11 @@ def _as_files_have_it(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_as_files_have_it)]
-"""Text that can be encoded as UTF-8. JSON can express half of a surrogate pair, which cannot be encoded."""
+"""Text that can be encoded as UTF-8. JSON can contain half of a surrogate pair, which cannot be encoded."""
 
 
 class Record(BaseModel):
-    """Data from disk: every field is typed, unknown fields are errors, and no value is converted."""
+    """Data from disk. Every field has a type, unknown fields are errors, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -50,7 +50,8 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:
-    """Return the value as a validated model. Raises a ManifestError that names `source` and the field."""
+    """Check a value against a schema, and return it as an object of `model`. Raises a ManifestError that names `source`
+    and the field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -58,7 +59,7 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Describe the first problem of a validation: the field, and the problem with its value."""
+    """Return a description of the first problem of a validation: the field, and the problem with its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")

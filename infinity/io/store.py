@@ -1,4 +1,5 @@
-"""Store of a run: one preallocated swap file per path, striped into one range of bytes that is divided into extents."""
+"""Store of a run. It has one preallocated swap file for each path. The files are striped into one range of bytes, which
+is divided into extents."""
 
 from __future__ import annotations
 
@@ -28,21 +29,21 @@ from infinity.sizes import format_bytes
 logger = logging.getLogger(__name__)
 
 STRIPE_BYTES = 1 << 20
-_SHARES_SUM = 32  # stripes per cycle, enough to make the shares accurate to a few percent
+_SHARES_SUM = 32  # stripes per cycle; with this number, shares are accurate to a few percent
 _PROBE_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
 class Extent:
-    """Range of the swap file that holds one state of one group of a unit's parameters.
+    """Range of the swap file that contains one state of one group of a unit's parameters.
 
     An extent has one or more copies in the file, so that new values do not overwrite the values of a generation.
 
     Attributes:
-        unit, group, state: the state that the extent holds; `group` is an index.
-        offsets: bytes from the start of the file, one per copy, each 4 KiB-aligned.
+        unit, group, state: the state that the extent contains; `group` is an index.
+        offsets: offset of each copy in bytes from the start of the file, aligned to 4 KiB.
         nbytes: size of each copy, a multiple of 4 KiB.
-        newest_copy: index of the copy that holds the newest values.
+        newest_copy: index of the copy with the newest values.
     """
 
     unit: str
@@ -57,7 +58,7 @@ class Extent:
         return self.offsets[self.newest_copy]
 
     def turn_to(self, copy: int) -> None:
-        """Make `copy` the copy that holds the newest values."""
+        """Make `copy` the copy with the newest values."""
         self.newest_copy = copy
 
 
@@ -71,22 +72,22 @@ class SwapStore:
         paths: directories; at least one.
         nbytes: size of all extents, over all paths.
         engine: engine that moves the data.
-        scratch_bytes: room after the extents for data that belongs to no generation; it may differ when a run is
-            resumed.
-        checksums: compare every page that is read with the checksum of the page that was written.
-        mode: "in place" removes the files at the end. "generations" keeps them once a generation exists. "resume" opens
-            existing files to continue their run. "read" opens existing files and changes nothing on disk. "share" does
-            the same as "read" while a run that knows of this reader has the files open.
-        spare_bytes: bytes for manifests that must be free on the first path besides the swap file.
-        run: id of the run that a new store belongs to; "" to make a new id.
+        scratch_bytes: bytes after the extents for data that belong to no generation; a resumed run may have another
+            number.
+        checksums: whether every page that is read is compared with the checksum of the page that was written.
+        mode: "in place" removes the files at the end. "generations" keeps the files if a generation exists. "resume"
+            opens existing files to continue their run. "read" opens existing files and changes nothing on disk. "share"
+            is the same as "read", for a reader of files that a run has open; the run must know about the reader.
+        spare_bytes: bytes that must be free on the first path in addition to the swap file, for manifests.
+        run: id of the run to which a new store belongs; "" to make a new id.
 
     Attributes:
         rebuilt: for each rebuilt header, the problem with the header on disk.
 
     Raises:
-        SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
+        SwapIOError: a file cannot be created, or a disk is too full. No file of the new store exists afterwards.
         StoreLockedError, StoreNotEmptyError, ConfigError: see SwapDirectory.
-        ResumeError: the directories do not hold all parts of one run's store, or the store was updated in place.
+        ResumeError: the directories do not have all parts of one run's store, or the store was updated in place.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class SwapStore:
     def _create(self, held: Sequence[SwapDirectory], mode: Literal["in place", "generations"]) -> None:
         for directory in held:
             directory.require_replaceable()
-        # The first directory shows whether the other directories belong to a generation, so it is cleared last.
+        # Only the first directory shows whether generations need the other directories, so the first directory is
+        # cleared last.
         for directory in reversed(held):
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
@@ -159,7 +161,8 @@ class SwapStore:
         )
         for index, directory in enumerate(held):
             header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
-            # This also syncs the directory: the swap file's name is durable before a manifest can refer to the file.
+            # This also syncs the directory, so that the swap file's name is durable before a manifest can refer to the
+            # file.
             atomic_file.write_file(directory.header_path, write_header(header))
             for parent in directory.new_in:
                 atomic_file.sync_directory(parent)
@@ -176,8 +179,8 @@ class SwapStore:
             raise ResumeError(
                 f"{self.directories[0].path} holds a store of {format_bytes(self.record.nbytes)}, and this model, "
                 f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with the model, optimizer and "
-                "config that it was made with, "
-                "or move the run with `infinity checkpoint export` and --from-checkpoint."
+                "config that it was made with, or move the run with `infinity checkpoint export` and "
+                "--from-checkpoint."
             )
         for directory in self.directories:
             if not directory.swap_path.exists():
@@ -197,19 +200,21 @@ class SwapStore:
 
     @property
     def proven(self) -> bool:
-        """Whether the headers on disk show that all swap files belong to this run: no header had to be rebuilt."""
+        """Whether the headers on disk show that all swap files belong to this run. This is so if no header was
+        rebuilt."""
         return not self._unwritten
 
     def write_rebuilt_headers(self, whole: Iterable[Extent]) -> None:
-        """Write the rebuilt headers. Each rebuilt header needs proof that the swap file beside it belongs to this run.
+        """Write the rebuilt headers, if it is proven that the swap file in the directory of each header belongs to this
+        run.
 
         Args:
-            whole: extents whose newest values all had the checksums of a generation; these values are the proof.
+            whole: extents whose newest values all have the checksums of a generation; these values are the proof.
 
         Raises:
-            ResumeError: there is a header with no byte of these extents in the swap file beside it; no header was
-                written.
-            SwapIOError: a header cannot be written; the headers written before it are correct and stay.
+            ResumeError: for one of the headers, the swap file in its directory has no byte of these extents. No header
+                was written.
+            SwapIOError: a header cannot be written. The headers that were written before are correct and still exist.
         """
         unproven = {str(self.directories[header.member].swap_path) for header in self._unwritten}
         for extent in whole:
@@ -223,9 +228,8 @@ class SwapStore:
             raise ResumeError(
                 f"the generation has no data in {' or '.join(sorted(unproven))}, whose header ({HEADER_NAME}) is "
                 "damaged or missing, so nothing proves that the swap file there belongs to the run. Check that "
-                "nvme.paths names "
-                "the run's own directories; if it does, move the run with `infinity checkpoint export` and "
-                "--from-checkpoint."
+                "nvme.paths names the run's own directories; if it does, move the run with `infinity checkpoint "
+                "export` and --from-checkpoint."
             )
         while self._unwritten:
             header = self._unwritten[0]
@@ -240,9 +244,10 @@ class SwapStore:
             self.file = _native.File.striped(self._members, shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
-        """Return how many stripes of a cycle each path has.
+        """Return the number of stripes of each path in a cycle.
 
-        The numbers are in proportion to the bandwidth of the paths, from the profile or from a probe.
+        The numbers are in proportion to the bandwidth of the paths. The bandwidth comes from the disk profile, or is
+        measured now.
         """
         if len(self._members) == 1:
             return [1]
@@ -272,14 +277,15 @@ class SwapStore:
             raise _no_room(self._named(error), self._file_bytes, error) from error
 
     def _named(self, error: OSError) -> StoreDirectory:
-        """Return the directory whose swap file an error names; the first directory if it names no swap file."""
+        """Return the directory whose swap file an error names; if the error names no swap file, the first directory."""
         for directory in self.directories:
             if str(directory.swap_path) in str(error.strerror):
                 return directory
         return self.directories[0]
 
     def is_scratch(self, path: str, offset: int) -> bool:
-        """Return whether a byte of a swap file is behind all extents, in scratch space of no generation."""
+        """Return whether a byte of a swap file is after all extents, in the space for data that belong to no
+        generation."""
         for index, directory in enumerate(self.directories):
             if str(directory.swap_path) == path:
                 return offset >= self.file.member_bytes(index, self.nbytes)
@@ -292,7 +298,7 @@ class SwapStore:
         return nodes.pop() if len(nodes) == 1 else -1
 
     def begin_step(self, step: int) -> None:
-        """Set the step that errors of later transfers name."""
+        """Set the step that the errors of later transfers will name."""
         self._step = step
 
     def read(
@@ -310,17 +316,19 @@ class SwapStore:
 
         Args:
             extent: the extent to read.
-            into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
+            into: memory aligned to 4 KiB, whose size is a multiple of 4 KiB. Nothing may use it until the transfer is
+                done.
             at: bytes from the start of the copy.
             io_class: priority class of the request.
-            verify: compare every page with the checksum of what was written there.
-            copy_index: index of the copy to read instead of the newest values.
-            after: start when this transfer is done; if it fails, fail with its error.
+            verify: whether every page is compared with the checksum of the page that was written.
+            copy_index: index of the copy to read; None: the copy with the newest values.
+            after: transfer that must be done before this one starts. If it fails, this transfer fails with the same
+                error.
 
         Raises (from `Transfer.result`):
-            SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
+            SwapIOError: the disk failed. The error has path, offset, length, errno, unit and state.
             SwapCorruptionError: a page differs from the page that was written.
-            SwapTimeoutError: the device was given up; `into` must never be used again.
+            SwapTimeoutError: the disk did not answer before the deadline; `into` must never be used again.
         """
         file, offset = self.place(extent, copy_index)
         first = None if after is None else after.future
@@ -336,18 +344,19 @@ class SwapStore:
         copy_index: int | None = None,
         after: _native.IOFuture | None = None,
     ) -> Transfer:
-        """Start writing to copy `copy_index` of an extent, by default over the newest values.
+        """Start writing to copy `copy_index` of an extent. By default, the newest values are overwritten.
 
         Arguments and errors are those of `read`.
 
         Args:
             extent: the extent to write to.
-            data: 4 KiB-aligned memory, a multiple of 4 KiB; must not be changed until the transfer is done.
+            data: memory aligned to 4 KiB, whose size is a multiple of 4 KiB. Nothing may change it until the transfer
+                is done.
             at: bytes from the start of the copy.
             io_class: priority class of the request.
-            copy_index: index of the copy to write; None: the copy that holds the newest values.
-            after: start when this request is done, and write the data that `data` holds then. If the request fails,
-                fail with its error.
+            copy_index: index of the copy to write; None: the copy with the newest values.
+            after: request that must be done before this write starts. The write writes what `data` contains at that
+                time. If the request fails, the write fails with the same error.
         """
         file, offset = self.place(extent, copy_index)
         return self.transfer(self.engine.write(file, offset + at, data, io_class, after=after), extent)
@@ -355,7 +364,7 @@ class SwapStore:
     def place(self, extent: Extent, copy_index: int | None) -> tuple[_native.File, int]:
         """Return the file and the offset of a copy of an extent, for native code.
 
-        None means the copy of the newest values.
+        If `copy_index` is None, this is the copy with the newest values.
         """
         return self.file, extent.offset if copy_index is None else extent.offsets[copy_index]
 
@@ -364,11 +373,12 @@ class SwapStore:
         return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:
-        """Check that the swap files have no second name. Call this before a run writes to files that it did not create.
+        """Check that no swap file has a second name (a hard link). Call this before a run writes to files that it did
+        not create.
 
         Raises:
-            ResumeError: a file has another name (hard link), such as in a copy of the directory. A write would change
-                the file under the other name, too.
+            ResumeError: a file has a second name, for example in a copy of the directory that was made with hard links.
+                A write would change the file under this name, too.
         """
         for directory in self.directories:
             names = directory.swap_path.stat().st_nlink
@@ -379,12 +389,12 @@ class SwapStore:
                 )
 
     def sync(self) -> Transfer:
-        """Start making all completed writes durable."""
+        """Start to make all completed writes durable."""
         return Transfer(self.engine.sync(self.file), step=self._step)
 
     @property
     def keeps(self) -> bool:
-        """Whether the files stay when the store is closed."""
+        """Whether the files are kept when the store is closed."""
         if self._mode == "in place":
             return False
         if self._mode in ("resume", "read", "share"):
@@ -400,7 +410,7 @@ class SwapStore:
     def close(self, *, discard: bool = False) -> None:
         """Unlock the directories. Remove the files if there is no generation to keep, or if `discard` is true.
 
-        The engine must be idle. Idempotent.
+        The engine must be idle. A second call does nothing.
         """
         self.file.close()
         self._close_members(discard=discard)
@@ -419,7 +429,7 @@ def new_run() -> str:
 
 
 def now() -> str:
-    """Return the current UTC time in the form that headers and manifests use."""
+    """Return the current UTC time in the format of headers and manifests."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -462,15 +472,15 @@ def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOEr
 
 
 def _probe(engine: _native.IOEngine, file: _native.File) -> float:
-    """Measure the bytes per second of overwriting and reading the start of a new file; the file is empty afterwards.
+    """Measure the bytes per second of overwriting and reading the start of a new file. The file is empty afterwards.
 
     Raises:
-        SwapIOError: the device failed, or has no room for 64 MiB.
+        SwapIOError: the disk failed, or has no room for 64 MiB.
     """
     memory = _native.Arena(_PROBE_BYTES, huge_pages=False).view(0, _PROBE_BYTES)
     try:
         file.preallocate(_PROBE_BYTES)
-        Transfer(engine.write(file, 0, memory)).result()  # the first write to new blocks costs more than later ones
+        Transfer(engine.write(file, 0, memory)).result()  # the first write to a block takes longer
         began = time.perf_counter()
         Transfer(engine.write(file, 0, memory)).result()
         Transfer(engine.read(file, 0, memory)).result()
@@ -484,12 +494,12 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
 
 
 def wait_all(transfers: Iterable[Transfer]) -> None:
-    """Wait for every transfer, then raise the first failure.
+    """Wait for every transfer. If transfers have failed, raise the first failure.
 
-    No transfer uses its memory any more, unless the failure is a SwapTimeoutError.
+    After that, no transfer uses its memory any more, unless the failure is a SwapTimeoutError.
     """
     failure: SwapIOError | None = None
-    for transfer in reversed(list(transfers)):  # last transfer first: one long wait instead of many
+    for transfer in reversed(list(transfers)):  # the last one first: one long wait in place of many
         try:
             transfer.result()
         except SwapIOError as error:

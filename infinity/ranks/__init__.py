@@ -1,4 +1,4 @@
-"""Several ranks: their identity, the order of their collectives, and errors that reach all of them.
+"""Several ranks: their identity, the order of their collectives, and errors that all ranks raise.
 
-This package deals with bytes, tensors and ranks. The package does not know units or optimizers.
+This package knows bytes, tensors and ranks, but no units and no optimizers.
 """

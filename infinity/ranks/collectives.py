@@ -1,14 +1,14 @@
-"""Collectives over torch.distributed, as asynchronous works that can be polled.
+"""Collectives over torch.distributed. They are asynchronous works, which can be polled.
 
-[Note: what of gloo is used]
-According to the source of torch 2.13, gloo's `all_gather_into_tensor` makes a temporary of the complete output. So
-weights are gathered by one in-place broadcast from each rank. gloo's `reduce_scatter_tensor` is a clone and an
-all-reduce of everything, rounds bf16 sums at every hop and cannot be polled. So gradients are sent by
-`all_to_all_single`, which writes directly to the output, and the owner adds the gradients. A header is sent by
-`all_to_all_single`, too: directly to each rank, whereas `all_gather` passes the header around a ring in N - 1 hops.
+[Note: the collectives of gloo that are used] In torch 2.13, gloo's `all_gather_into_tensor` allocates temporary memory
+of the size of the complete output. Weights are therefore gathered by one in-place broadcast from each rank. gloo's
+`reduce_scatter_tensor` is an all-reduce of a copy of the input. It rounds bf16 sums at every hop and cannot be polled.
+Gradients are therefore sent by `all_to_all_single`, which writes directly to the output, and the owner of a slice adds
+the gradients. A header is also sent by `all_to_all_single`, which sends it directly to each rank. `all_gather` would
+pass the header around a ring in N - 1 hops.
 
-Only host memory is supported. On a device, gathers would be in-place all-gathers of NCCL, whose input is a slice of
-their output.
+Only host memory is supported. On a device, NCCL's all-gather could gather in place, with a slice of the output as its
+input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.ranks.ranks import Group
 
 
 def check(operation: Operation, gather: Group, shard: Group) -> None:
-    """Check the buffers of a collective. Raises ValueError or NotAvailableError if the buffers do not fit."""
+    """Check the buffers of a collective. Raises ValueError or NotAvailableError if a buffer is not suitable."""
     moved = operation.collective
     if isinstance(moved, Gather):
         _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
@@ -76,16 +76,17 @@ def begin_all_to_all(moved: AllToAll, talking: ProcessGroup) -> list[Work]:
 
 
 def begin_header(header: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
-    """Send `header` to all ranks. `into` receives the headers of ranks 0, 1, …, one after the other."""
+    """Send `header` to all ranks. The headers of ranks 0, 1, … are written to `into`, one after the other."""
     sent = torch.frombuffer(bytearray(header), dtype=torch.uint8).repeat(into.numel() // len(header))
     return [_work(dist.all_to_all_single(into, sent, group=talking, async_op=True))]
 
 
 def begin_telling(payload: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
-    """Send `payload`, padded, to all ranks; `into` has a row of the longest payload's length for each rank."""
+    """Send `payload`, padded to the length of the longest payload, to all ranks. `into` has a row of this length for
+    each rank."""
     padded = torch.frombuffer(bytearray(payload.ljust(into.shape[1], b"\0")), dtype=torch.uint8)
     return [_work(dist.all_gather(list(into.unbind()), padded, group=talking, async_op=True))]
 
 
 def _work(begun: Work | None) -> Work:
-    return cast(Work, begun)  # not None, because the call is asynchronous and this rank is in the group
+    return cast(Work, begun)  # never None: the call is asynchronous, and this rank is in the group

@@ -1,4 +1,4 @@
-"""FIFO of collectives: one thread issues the collectives in the order in which they were submitted.
+"""Queue of collectives. One thread starts the collectives in the order in which they were submitted.
 
 [Note: one operation]
 Only this thread uses the process groups, so that collectives have the same order on all ranks:
@@ -6,16 +6,16 @@ Only this thread uses the process groups, so that collectives have the same orde
     header of k → functions in `after` of k → headers compared → k issued → header of k + 1 → k awaited → ticket of k
     done
 
-The header of k + 1 is sent while k is in flight, if k + 1 has been submitted by then and k is not `Control`, which
-uses the same group as headers. Every wait is bounded: several times a second the thread asks the watch for a failure
-(see watch.py), and after the deadline the thread asks which rank is missing. The functions in `after` must bound their
-own waits.
+If operation k + 1 is submitted while k is in flight, its header is sent at once, unless k is a `Control`, which uses
+the same group as headers. Every wait has a limit: several times a second the thread asks the watch for a failure (see
+watch.py), and after the deadline the thread asks which rank is missing. The functions in `after` must limit their own
+waits.
 
-A header costs a message from each rank to each other rank. On two busy cores a header took 1 to 1.5 ms for N = 2
-processes, and 2 to 4 ms for N = 4. Nearly all of this time was waiting for a core.
+For a header, each rank sends a message to each other rank. On two busy cores this took 1 to 1.5 ms with 2 processes,
+and 2 to 4 ms with 4 processes. Nearly all of this time was spent waiting for a core.
 
-A gloo collective cannot be aborted. If another rank never joins a collective, the collective stays with gloo's threads
-until the process of that rank closes the connection; the result of `close` reports this.
+A gloo collective cannot be aborted. If another rank never joins a collective, gloo's threads wait in the collective
+until the process of this other rank closes the connection. The result of `close` says whether this is the case.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from infinity.ranks.watch import Trouble
 
 _POLL_S = 0.25
 _CLOSE_S = 5.0
-_LAST_BYTES_S = 1.0  # how long to wait for the last bytes of a rank that has closed
-_PLACE = re.compile(r"^\[\S+:\d+\] ")  # position in gloo's sources
+_LAST_BYTES_S = 1.0  # seconds to wait for the last bytes of a rank that has closed
+_PLACE = re.compile(r"^\[\S+:\d+\] ")  # file and line in gloo's sources
 
-# Progress of a rank in an operation, for ranks that ask: see Watch.note.
+# Progress of a rank in an operation, which the rank reports when another rank asks (Watch.note).
 _ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
 
 
@@ -81,11 +81,12 @@ class Ticket:
             return self._done.wait(timeout_s)
 
     def result(self) -> list[bytes]:
-        """Wait for the operation, and raise its error. Return the bytes of each rank for `Control`; otherwise [].
+        """Wait for the operation. If it failed, raise its error. Return the bytes of each rank for a `Control`;
+        otherwise [].
 
         Raises:
-            PeerError: a rank failed, died, did not come, or is at another operation. The message names the rank and the
-                reason.
+            PeerError: a rank failed, died, did not join the operation, or is at another operation. The message names
+                the rank and the reason.
             Exception: a function in the operation's `after`, or its function `arrived`, raised an exception on this
                 rank.
         """
@@ -98,7 +99,7 @@ class Ticket:
 
 
 class _InFlight:
-    """Operation whose header was sent, and the headers of all ranks as they arrive."""
+    """Operation whose header was sent, and the headers of all ranks for this operation."""
 
     def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks, says: int) -> None:
         self.operation, self.ticket, self.index = operation, ticket, index
@@ -113,25 +114,26 @@ class _InFlight:
         return f"{self.header.noun} {self.operation.name}"
 
     def headers(self) -> list[Header]:
-        """Return the headers of ranks 0, 1, …, once `works` are done."""
+        """Return the headers of ranks 0, 1, …. The `works` must be done."""
         data = self._arriving.numpy().tobytes()
         return [Header.decode(data[at : at + headers.NBYTES]) for at in range(0, len(data), headers.NBYTES)]
 
 
 class Exchange:
-    """Collectives of one offloaded model, in the same order on all ranks.
+    """The collectives of one offloaded model, which have the same order on all ranks.
 
     Every rank must submit the same operations in the same order, but not at the same time. Before each operation the
-    ranks check that the operation is the same on all ranks. The first failure of any rank breaks the exchange for good:
-    waiting operations, and all operations that are submitted later, raise this failure.
+    ranks check that the operation is the same on all ranks. After the first failure of any rank, the exchange is broken
+    and cannot be used again: operations that wait, and all operations that are submitted later, raise this failure.
 
-    The exchange owns `ranks`: `close` closes them.
+    The exchange owns `ranks`, and `close` closes them.
 
     Attributes:
-        heard: the number that each rank announced last (`say`).
+        heard: for each rank, the last number that the rank announced (`say`).
     """
 
-    # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or will be done soon.
+    # Invariant: after `_broken` is set, no operation is started any more, and every ticket is done or will be done
+    # soon.
 
     def __init__(self, ranks: Ranks) -> None:
         refuse_in_forked_child()
@@ -141,7 +143,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Operation, Ticket]] = deque()
         self._index = 0
-        self._begun: deque[_InFlight] = deque()  # the operation in flight, perhaps one more with a header in flight
+        self._begun: deque[_InFlight] = deque()  # the operation in flight, perhaps also the next header
         self._works: list[Work] = []  # works of the operation in flight, which use its memory
         self._awaited: Sequence[Work] = ()
         self._broken: PeerError | None = None
@@ -153,7 +155,8 @@ class Exchange:
         self._thread.start()
 
     def close_in_child(self) -> None:
-        """Mark a forked child, which has no exchange thread and must not touch the parent's connections."""
+        """Mark this process as a forked child, which has no exchange thread and must not use the parent's
+        connections."""
         self._forked = True
         atexit.unregister(self.close)
 
@@ -161,7 +164,7 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """Number of this process."""
+        """Number of this process's rank."""
         return self._ranks.rank
 
     @property
@@ -170,11 +173,11 @@ class Exchange:
         return self._ranks.world
 
     def submit(self, operation: Operation) -> Ticket:
-        """Append an operation to the queue. Returns at once.
+        """Append an operation to the queue, without waiting.
 
         Raises:
             PeerError: the exchange is broken.
-            ValueError: sizes do not fit the buffers.
+            ValueError: the sizes do not match the buffers.
             NotAvailableError: a buffer is not in host memory.
             ForkError: the process is a forked child.
         """
@@ -192,25 +195,25 @@ class Exchange:
         return self.submit(Operation(Control(payload), subject, name)).result()
 
     def all_gather_at(self, name: str, payload: bytes) -> list[bytes]:
-        """Do the same as all_gather, with a subject that is derived from `name`.
+        """Do the work of all_gather, with a subject that is derived from `name`.
 
         All ranks must pass the same name, except for the part after the first "/", which may differ.
         """
         return self.all_gather(zlib.crc32(name.partition("/")[0].encode()), name, payload)
 
     def tell(self, name: str, told: Any) -> list[Any]:
-        """Do the same as all_gather_at, for values that JSON can represent."""
+        """Do the work of all_gather_at, for a value that JSON can represent."""
         return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
 
     def say(self, number: int) -> None:
-        """Set a number that is sent to the other ranks with the header of each operation from now on."""
+        """Set the number that is sent to the other ranks with the header of each later operation."""
         self._says = number
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this rank cannot continue. Does not raise.
 
-        Returns when the other ranks can know the failure, or after a short time. Idempotent: only the first error
-        counts. On this rank, later operations raise PeerError from `error`.
+        Returns when the other ranks can know the failure, or after a short time. Only the first call has an effect. On
+        this rank, later operations raise a PeerError whose cause is `error`.
         """
         if self._forked:
             return
@@ -229,10 +232,10 @@ class Exchange:
             raise error.again() from error.__cause__
 
     def close(self) -> bool:
-        """End the thread, and wait for its work for a bounded time. Needs no communication, and is idempotent.
+        """End the thread, and wait for its work for a limited time. Needs no communication. A second call does nothing.
 
         Returns:
-            Whether nothing uses the memory of operations any more. If false, that memory must not be freed.
+            Whether nothing uses the memory of operations any more. If False, this memory must not be freed.
         """
         if self._closed or self._forked:
             return self._quiet
@@ -240,7 +243,7 @@ class Exchange:
             self._closed = True
             atexit.unregister(self.close)
             self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
-            if self._thread is not threading.current_thread():  # a model may be garbage-collected on any thread
+            if self._thread is not threading.current_thread():  # garbage collection may run this on any thread
                 self._thread.join(_CLOSE_S)
             ended = not self._thread.is_alive()
             self._drop_all()
@@ -250,7 +253,7 @@ class Exchange:
         return self._quiet
 
     def _break(self, error: BaseException) -> bool:
-        """Issue no operation from now on. Return whether `error` is the first error."""
+        """Start no operation from now on. Return whether `error` is the first error."""
         with self._changed:
             if self._broken is not None:
                 return False
@@ -263,7 +266,7 @@ class Exchange:
         return True
 
     def _drop_all(self) -> None:
-        """End the tickets of all operations that will not be carried out."""
+        """End the tickets of all operations that will not be started."""
         with self._changed:
             assert self._broken is not None
             tickets = [begun.ticket for begun in self._begun] + [ticket for _, ticket in self._queue]
@@ -287,9 +290,9 @@ class Exchange:
         self._drop_all()
 
     def _begin_next(self, *, wait: bool) -> bool:
-        """Send the header of the next operation, and return whether there was a next operation.
+        """Send the header of the next operation. Return whether there was a next operation.
 
-        With `wait`, wait for an operation first.
+        If `wait` is set and the queue is empty, wait until an operation is submitted.
         """
         with self._changed:
             while wait and not self._queue and self._broken is None:
@@ -356,7 +359,8 @@ class Exchange:
         return []
 
     def _tell_all(self, payload: bytes, what: str, lengths: list[int] | None = None) -> list[bytes]:
-        """Return the payloads of all ranks. If `lengths` is None, first exchange the lengths of the payloads."""
+        """Send a payload to all ranks, and return the payloads of all ranks. If `lengths` is None, first exchange the
+        lengths of the payloads."""
         ranks = self._ranks
         if lengths is None:
             each = torch.empty(ranks.world, 8, dtype=torch.uint8)
@@ -369,7 +373,7 @@ class Exchange:
         return [row.numpy().tobytes()[:length] for row, length in zip(into, lengths, strict=True)]
 
     def _await(self, works: Sequence[Work], what: str) -> None:
-        """Wait for works, until they end, a rank fails or the deadline passes.
+        """Wait until works have ended, a rank has failed or the deadline has passed.
 
         Args:
             works: works of one collective.
@@ -412,9 +416,9 @@ class Exchange:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Turn errors of torch.distributed that another rank causes into PeerError.
+    """In this context, turn errors of torch.distributed that another rank has caused into PeerError.
 
-    This is for collectives in the block that do not pass through an exchange, such as the collectives of a Trainer.
+    This is for collectives that do not pass through an exchange, such as the collectives of a Trainer.
     """
     try:
         yield
@@ -430,5 +434,5 @@ def is_peer_error(error: Exception) -> bool:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the first sentence of gloo's message, without the position in its sources."""
+    """Return the first sentence of gloo's message, without the file and line in gloo's sources."""
     return _PLACE.sub("", str(error)).partition(". ")[0]

@@ -1,7 +1,8 @@
-"""Headers: each rank describes an operation before any rank begins it, and the ranks compare these descriptions.
+"""Headers. Before an operation begins, each rank sends its description of the operation, the header, and the ranks
+compare the headers.
 
-A header has a fixed length, so that the exchange of headers costs one small collective. All ranks see the same headers,
-so if the headers differ, all ranks raise the same error.
+A header has a fixed length, so that one small collective exchanges the headers. All ranks see the same headers. If the
+headers differ, all ranks therefore raise the same error.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from infinity.ranks.watch import listed
 _FORM = struct.Struct("<qqqQQqq")
 NBYTES = 128
 _ADVICE = (
-    "Every rank must run the same modules in the same order. Stop all ranks, and look for "
-    "code that depends on the rank "
-    "or on its data."
+    "Every rank must run the same modules in the same order. Stop all ranks, and look for code that depends on the "
+    "rank or on its data."
 )
 _GATHERS, _EXCHANGES, _IS_AT, _GATHERS_AGAIN = range(4)
 _VERBS = ("gathers", "exchanges", "is at", "gathers again")
@@ -31,15 +31,16 @@ _NOUNS = ("the gather of", "the exchange of", "the agreement on", "the repeated 
 
 @dataclass(frozen=True)
 class Header:
-    """Description of an operation that the ranks compare.
+    """One rank's description of an operation.
 
     Attributes:
-        index: number of the rank's operations before this operation.
-        kind: kind of the operation: a gather over W, an exchange, control, or a gather over G.
+        index: number of operations that the rank has had before this operation.
+        kind: kind of the operation: a gather over W, an all-to-all exchange, a Control, or a gather over G (W and G:
+            see ranks.py).
         subject: number of the operation's subject (Operation.subject).
-        sent, received: digests of the sizes; for control, the length of the payload, and 0.
-        leader: the first of the ranks that gather the same data.
-        says: number that the rank announces with the operation (Exchange.say); not compared.
+        sent, received: digests of the sizes; for a Control, the length of the payload, and 0.
+        leader: number of the first rank of those that gather the same data.
+        says: number that the rank announces with the operation (Exchange.say); the ranks do not compare it.
         name: name of the subject, truncated.
     """
 
@@ -79,12 +80,12 @@ class Header:
 
     @property
     def what(self) -> str:
-        """Predicate that describes the rank's activity."""
+        """The rank's activity as a predicate, for messages."""
         return f"{_VERBS[self.kind]} {self.name}"
 
     @property
     def noun(self) -> str:
-        """Kind of the operation as a noun, to stand before its name."""
+        """Kind of the operation as a noun, for messages in which the name of the operation follows."""
         return _NOUNS[self.kind]
 
 
@@ -95,7 +96,7 @@ def require_same(headers: Sequence[Header]) -> None:
         same.setdefault((header.index, header.kind, header.subject), []).append(rank)
     if len(same) == 1:
         return
-    most = max(same.values(), key=len)  # if two sets have equally many ranks, the set with rank 0
+    most = max(same.values(), key=len)  # of two sets with equally many ranks, the set with rank 0
     others = tuple(rank for rank in range(len(headers)) if rank not in most)
     first = headers[others[0]]
     raise PeerError(
@@ -107,7 +108,7 @@ def require_same(headers: Sequence[Header]) -> None:
 
 
 def sizes_fit(headers: Sequence[Header]) -> bool:
-    """Return whether the sizes of the same operation fit each other."""
+    """Return whether the sizes that the ranks have for the same operation match each other."""
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         return len({(header.leader, header.sent) for header in headers}) == len({header.leader for header in headers})
     if headers[0].kind == _EXCHANGES:
@@ -116,7 +117,8 @@ def sizes_fit(headers: Sequence[Header]) -> bool:
 
 
 def sizes_of(operation: Operation) -> list[list[int]]:
-    """Return the sizes that ranks send to each other if their digests do not fit."""
+    """Return the sizes of an operation. The ranks send these sizes to each other if the digests of the sizes do not
+    match."""
     moved = operation.collective
     if isinstance(moved, Gather):
         return [list(moved.slices)]
@@ -126,7 +128,8 @@ def sizes_of(operation: Operation) -> list[list[int]]:
 
 
 def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
-    """Return the error to raise, the same on all ranks. `sizes` has the result of `sizes_of` on each rank, in order."""
+    """Return the error for sizes that do not match, the same on all ranks. `sizes` has the result of `sizes_of` on each
+    rank, in order."""
     ranks, name = range(len(headers)), headers[0].name
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         for a in ranks:
@@ -150,9 +153,9 @@ def _digest(sizes: tuple[int, ...]) -> int:
 
 @lru_cache(256)
 def _pairs(me: int, ranks: tuple[int, ...], sizes: tuple[int, ...], outward: bool) -> int:
-    """Return a sum of digests of (sender, receiver, bytes) over the pieces.
+    """Return the sum of the digests of (sender, receiver, bytes) over all pieces.
 
-    The sum over all pieces sent equals the sum over all pieces received if the sizes fit.
+    If the sizes match, the sum over all pieces that were sent is equal to the sum over all pieces that were received.
     """
     pairs = ((me, rank, size) if outward else (rank, me, size) for rank, size in zip(ranks, sizes, strict=True))
     return sum(_short(struct.pack("<3q", *pair)) for pair in pairs) % 2**64

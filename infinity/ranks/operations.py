@@ -1,4 +1,4 @@
-"""Operations of several ranks: gathering slices, an all-to-all, and sending bytes to all ranks."""
+"""Operations of several ranks: gather slices, exchange pieces between all ranks, and send bytes to all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class Gather:
     """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
 
     Args:
-        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is in its place; the other slices arrive.
-        slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ; 0: a rank without a slice.
-        near: whether the ranks of G gather, instead of the ranks of W.
+        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already at its place. The gather writes the
+            other slices.
+        slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ, and a rank without a slice
+            has 0.
+        near: whether the ranks of G gather; False: the ranks of W gather.
     """
 
     buffer: torch.Tensor
@@ -30,8 +32,8 @@ class AllToAll:
     Args:
         send: uint8, contiguous, `sum(send_splits)` bytes: the pieces for ranks 0, 1, … of W, one after the other.
         send_splits: bytes of each piece in `send`.
-        receive: uint8, contiguous, `sum(receive_splits)` bytes: the pieces from ranks 0, 1, … arrive one after the
-            other.
+        receive: uint8, contiguous, `sum(receive_splits)` bytes, to which the pieces from ranks 0, 1, … of W are
+            written, one after the other.
         receive_splits: bytes of each piece in `receive`.
     """
 
@@ -43,7 +45,8 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Control:
-    """Bytes of any length for all ranks of the world. `Ticket.result()` is a list with the bytes of each rank."""
+    """Operation that sends bytes of any length to all ranks of the world. `Ticket.result()` returns a list with the
+    bytes of each rank."""
 
     payload: bytes
 
@@ -53,14 +56,14 @@ class Operation:
     """One collective, with its identity and its callbacks.
 
     Args:
-        collective: the data to move. The memory of the data belongs to the exchange until the ticket is done.
+        collective: the data to move. Until the ticket is done, only the exchange may use the memory of the data.
         subject: number that is the same on all ranks, such as the index of a unit. The ranks compare this number before
             any data is moved.
         name: name of the subject, for messages: "unit 'layers.3'", "step 7".
-        after: functions that are called in this order before the collective is issued. These functions wait until this
-            rank's slice is filled, for example by a read. An exception of such a function is a failure of this rank.
+        after: functions that are called in this order before the collective is started. They wait until this rank's
+            slice is filled, for example by a read. If such a function raises an exception, this rank has failed.
         arrived: function that is called on the exchange's thread when the bytes have arrived, before the ticket is
-            done. The function must be short, because the next operation waits for it. On a device, the function makes
+            done. The function must be short, because the next operation waits for it. With a device, the function makes
             the stream that uses the bytes wait for the exchange's stream.
     """
 

@@ -1,4 +1,5 @@
-"""Directories of each rank: one in each of nvme.paths, or that path itself for a process that trains alone."""
+"""Directories of the ranks. Each rank has a directory in each path of nvme.paths. A process that trains alone uses the
+paths themselves."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from infinity.io.rank_paths import rank_name
 
 
 def rank_path(path: Path, rank: int, count: int) -> Path:
-    """Return the directory of one of `count` ranks in one of nvme.paths; for one process, that path itself."""
+    """Return the directory of one of `count` ranks in a path of nvme.paths. For a single process this is the path
+    itself."""
     return path if count == 1 else path / rank_name(rank, count)
 
 
 def rank_paths(path: Path, count: int) -> list[Path]:
-    """Return the directories of all ranks in one of nvme.paths."""
+    """Return the directories of all ranks in a path of nvme.paths."""
     return [rank_path(path, rank, count) for rank in range(count)]

@@ -1,14 +1,14 @@
-"""Identity of the ranks: this rank's number, the ranks that have the same machine, and the process groups.
+"""Identity of the ranks: this rank's number, the ranks on the same machine, and the process groups.
 
 [Note: stages are two groups]
-States are sharded over a group W of ranks. The first gather of weights after an update is over W; later gathers, until
-the next update, are over a group G. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of one machine is hpZ
-(ZeRO++) or MiCS. ZeRO-1 needs no separate mode, because gradients are reduced unit by unit anyway. (Rajbhandari et al.,
-ZeRO, 2020, §5; Wang et al., ZeRO++, 2023, §3.)
+States are sharded over a group W of ranks. The first gather of a unit's weights after an update is over W. Later
+gathers, until the next update, are over a group G. If G is W, this is ZeRO-3. If G is only this rank, this is ZeRO-2.
+If G is the ranks of one machine, this is hpZ (ZeRO++) or MiCS. There is no separate mode for ZeRO-1, because gradients
+are always reduced unit by unit. (Rajbhandari et al., ZeRO, 2020, §5; Wang et al., ZeRO++, 2023, §3.)
 
-torch.distributed does the communication. Data moves in a process group of the device's backend (gloo for host memory);
-control messages always use gloo. If G = W, one communicator serves gathers and exchanges, because two communicators
-that are used at the same time may block each other (nccl#195).
+torch.distributed does the communication. Data are moved in a process group of the device's backend, which is gloo for
+host memory. Control messages always use gloo. If G is W, gathers and exchanges use the same communicator, because two
+communicators that are used at the same time may block each other (nccl#195).
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from infinity.ranks.watch import Watch, private
 
 Gathered = Literal["auto", "world", "node", "none"]
 
-_MARGIN_S = 60.0  # gloo's deadline is later by this margin, because the error of the exchange names the rank
-_numbers = itertools.count()  # equal on all ranks, which offload their models in the same order
+_MARGIN_S = 60.0  # gloo's deadline is later, so that the error is that of the exchange, which names the rank
+_numbers = itertools.count()  # the same on all ranks, because they offload their models in the same order
 
 
 def require_one_process(command: str) -> None:
-    """Raise NotAvailableError under torchrun, where each process would train a separate model."""
+    """Raise NotAvailableError if torchrun has started several processes, because each would train a separate model."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise NotAvailableError(f"{command} with several ranks is not available yet: start it without torchrun")
 
 
 def require_ranks_met() -> None:
-    """Raise ConfigError if torchrun started several processes and they have made no process group.
+    """Raise ConfigError if torchrun has started several processes and they have made no process group.
 
     Without a process group, each process would train a separate model.
     """
     count = os.environ.get("WORLD_SIZE", "1")
     if count != "1" and rank_and_world() == (0, 1):
         raise ConfigError(
-            f"{count} processes run this script, but torch.distributed is not initialized when the "
-            "model is offloaded. Make the "
-            "Accelerator or the TrainingArguments first, or call torch.distributed.init_process_group; or start the "
-            "script without torchrun"
+            f"{count} processes run this script, but torch.distributed is not initialized when the model is offloaded. "
+            "Make the Accelerator or the TrainingArguments first, or call torch.distributed.init_process_group; or "
+            "start the script without torchrun"
         )
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Return this process's rank in torch.distributed's default group, and the group's size; (0, 1) without a group."""
+    """Return this process's rank in torch.distributed's default group, and the group's size; (0, 1) if there is no
+    group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -89,18 +89,18 @@ class Group:
 
 
 class Ranks:
-    """All ranks, as this process sees them.
+    """All ranks, and the place of this process among them.
 
     Attributes:
         rank, world: number of this rank, and number of ranks.
         local_rank, local_world: number of this rank, and number of ranks, on this machine. Budgets are divided by
             `local_world`.
-        node: number of this machine, in the order of the machines' first ranks.
+        node: number of this machine. Machines are numbered in the order of their first ranks.
         control: group of all ranks, over gloo, for data other than tensors.
-        gather: group G, over which weights are gathered that were gathered over W since the last update: the world
-            (ZeRO-3), the ranks of this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
+        gather: group G, over which later gathers of weights run until the next update: the world (ZeRO-3), the ranks of
+            this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
         shard: group W, over which states are sharded and gradients are exchanged: the world.
-        deadline_s: seconds for which any rank waits for any other.
+        deadline_s: seconds for which each rank waits for each other rank.
         watch: communication outside of collectives.
     """
 
@@ -128,12 +128,12 @@ class Ranks:
 
         Args:
             gather: ranks that form the group G; auto: the ranks of one machine.
-            deadline_s: seconds for which any rank waits for any other: nvme.deadline_s and a margin.
-            machine: name of this machine, the same for the ranks on it; by default the host's name and boot id.
-            even_alone: whether a group of one rank has a result, too.
+            deadline_s: seconds for which each rank waits for each other rank: nvme.deadline_s and a margin.
+            machine: name of this machine, which is the same for all its ranks; by default the host's name and boot id.
+            even_alone: whether the ranks are returned even if the group has only one rank.
 
         Raises:
-            PeerError: a rank did not come within the deadline, or died. The message names the rank.
+            PeerError: a rank did not make this call within the deadline, or died. The message names the rank.
         """
         rank, world = rank_and_world()
         if world == 1 and not (even_alone and dist.is_initialized()):
@@ -159,8 +159,8 @@ class Ranks:
         for rank, other in all_.items():
             if other["gather"] != gather:
                 raise PeerError(
-                    f"rank {rank} gathers over '{other['gather']}', but rank {self.rank} over "
-                    f"'{gather}': ranks.gather must be the same on all ranks",
+                    f"rank {rank} gathers over '{other['gather']}', but rank {self.rank} over '{gather}': ranks.gather "
+                    "must be the same on all ranks",
                     (rank,),
                 )
         same = {"boot": mine["boot"], "pids": mine["pids"]}
@@ -178,7 +178,7 @@ class Ranks:
             self.gather = Group((self.rank,), 0)
         elif gather != "world":
             self.gather = Group(tuple(here), self.local_rank)
-            for members in nodes.values():  # every rank must take part in making every group
+            for members in nodes.values():  # every rank must take part in making each group
                 if 1 < len(members) < self.world:
                     made = self._new_group(members)
                     if members is here:
@@ -193,7 +193,7 @@ class Ranks:
             raise self.watch.inquire("connection", what, str(error)).again() from error
 
     def group_of(self, group: Group) -> ProcessGroup:
-        """Return the process group in which the ranks of W or G move data. The group must have at least two ranks."""
+        """Return the process group in which the ranks of W or G move data. `group` must have at least two ranks."""
         return self._moving[group.ranks]
 
     @property
@@ -210,7 +210,7 @@ class Ranks:
             timeout_s: seconds to wait; None: the deadline of `of_world`.
 
         Raises:
-            PeerError: ranks did not come, or are at another activity. The message names these ranks.
+            PeerError: ranks did not make this call, or are at another activity. The message names these ranks.
         """
         self._assemble(name, "", self.deadline_s if timeout_s is None else timeout_s)
 
@@ -220,11 +220,11 @@ class Ranks:
         return self.watch.assembled(self._assembled, name, payload, timeout_s)
 
     def close(self, *, idle: bool = True) -> None:
-        """Destroy all process groups. Needs no communication, and is idempotent.
+        """Destroy all process groups. Needs no communication. A second call does nothing.
 
         Args:
-            idle: whether no collective is in flight. If a collective is in flight, the groups are not destroyed before
-                the process ends: gloo, and the interpreter with it, would wait for the end of the collective.
+            idle: whether no collective is in flight. If a collective is in flight, the groups are destroyed only when
+                the process ends, because gloo would wait for the end of the collective and would block the interpreter.
         """
         if self._closed:
             return
@@ -244,7 +244,7 @@ class Ranks:
 
 
 def _machine() -> str:
-    """Return the name of this machine. Two containers on one host are two machines, with separate budgets."""
+    """Return the name of this machine. Two containers on one host count as two machines, with separate budgets."""
     return f"{socket.gethostname()} {_boot()}"
 
 
@@ -262,7 +262,8 @@ def _pids() -> str:
 
 
 def _host_of(store: Store) -> tuple[str, int | None]:
-    """Return a description of the store's host, and the rank that hosts the store; None if no rank hosts the store."""
+    """Return a description of the host of torch.distributed's store, and the rank that hosts the store; None if no rank
+    hosts it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):

@@ -1,10 +1,10 @@
-"""Communication of ranks outside of collectives: which rank has arrived, failed or died.
+"""Communication of ranks outside of collectives, about ranks that have arrived, failed or died.
 
 [Note: the log]
 The ranks have a common log in torch.distributed's store, separate from the process groups: a counter, and one key for
-each entry. Each rank has one thread, the watch, which reads the log twice a second, and more often while another thread
-waits for an entry. Only the watch talks to the store, because the store may be gone or hang. Other threads wait for the
-watch for a bounded time. If the watch does not answer, these threads conclude that the store does not answer.
+each entry. Each rank has a thread, the watch, which reads the log twice a second, and more often while another thread
+waits for an entry. Only the watch calls the store, because the store may have ended or may hang. Other threads wait for
+the watch for a limited time. If the watch does not answer, these threads conclude that the store does not answer.
 
 | entry   | meaning                                                                                                   |
 |---------|-----------------------------------------------------------------------------------------------------------|
@@ -17,9 +17,9 @@ watch for a bounded time. If the watch does not answer, these threads conclude t
 | heard   | the rank knows the failure that ends the run. The rank that hosts the store waits for this entry of all   |
 
 A killed process writes no entry. Ranks on the same machine notice the end of the process by its process descriptor.
-Ranks on other machines notice the end because the killed process does not answer a call. (gloo raises an error some
-20 ms after the death of a peer, but the error names an address and no rank. gloo's connections to a dead peer stay open
-while a process lives that the peer forked.)
+Ranks on other machines notice the end because the killed process does not answer a call. gloo raises an error about 20
+ms after the death of a peer, but the error names an address and no rank. If the peer had forked a child process, gloo's
+connections to the dead peer remain open as long as the child lives.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from infinity.errors import PeerError
 
 POLL_S = 0.5
 _HURRY_S = 0.01
-_ANSWER_S = 2.0  # how long a rank has to answer a call
-_STORE_S = 5.0  # how long the store has to answer, if a thread waits for it
+_ANSWER_S = 2.0  # seconds within which a rank must answer a call
+_STORE_S = 5.0  # seconds within which the store must answer if a thread waits for it
 _TEXT_MAX = 2000
 
 Trouble = Literal["connection", "deadline"]
@@ -48,15 +48,15 @@ Entry = dict[str, Any]
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Return "rank 3", or "ranks 0, 2"."""
+    """Return the ranks as text: "rank 3", or "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 class Watch:
-    """This rank's view of the log, and the thread that reads and writes it.
+    """The log as this rank has read it, and the thread that reads and writes the log.
 
     Args:
-        store: a store that only this watch uses, or a store whose calls do not block each other.
+        store: torch.distributed's store. Either only this watch uses the object, or its calls do not block each other.
         rank: number of this rank.
         world: number of ranks.
         store_host: description of the store's host, for messages.
@@ -87,7 +87,7 @@ class Watch:
 
     @property
     def verdict(self) -> PeerError | None:
-        """Failure that ends the run; None before a failure. Once set, the verdict never changes."""
+        """Failure that ends the run; None before a failure. The first verdict never changes."""
         return self._verdict
 
     @property
@@ -96,17 +96,17 @@ class Watch:
         return bool(self._left)
 
     def note(self, index: int, phase: int, what: str) -> None:
-        """Set this rank's position in the order of its operations, for the answer to a call."""
+        """Set this rank's position in the order of its operations. The watch sends it in the answer to a call."""
         self._position = index, phase, what
 
     def tell(self, kind: str, **entry: Any) -> None:
-        """Queue an entry for the log. The watch writes the entry soon."""
+        """Queue an entry for the log, which the watch's thread writes."""
         with self._changed:
             self._outbox.append({"kind": kind, "rank": self._rank, **entry})
         self._wake.set()
 
     def announce(self, verdict: PeerError) -> None:
-        """Make all ranks raise the error that this rank raises."""
+        """Write a verdict to the log, so that all ranks raise the error that this rank raises."""
         self.tell("verdict", text=verdict.cause[:_TEXT_MAX], ranks=verdict.ranks, advice=verdict.advice)
 
     def fail(self, cause: str) -> None:
@@ -123,14 +123,15 @@ class Watch:
         for rank, pid in pids.items():
             try:
                 self._pids[os.pidfd_open(pid)] = rank
-            except OSError:  # the process has ended, or the system refuses: gloo's errors and the log must suffice
+            except OSError:  # the process has ended, or the system refuses: only gloo's errors and the log remain
                 continue
 
     def assembled(self, count: int, name: str, payload: str, timeout_s: float) -> dict[int, str]:
-        """Report this rank at `assemble` number `count`, wait for all ranks, and return the payload of each rank.
+        """Write that this rank has come to `assemble` number `count`, wait for all ranks, and return the payload of
+        each rank.
 
         Args:
-            count: number of the assembly.
+            count: number of the call of `assemble`.
             name: the activity that begins, the same on all ranks.
             payload: text for the other ranks.
             timeout_s: seconds to wait.
@@ -162,21 +163,21 @@ class Watch:
         return {rank: told for rank, (_, told) in came.items()}
 
     def _last(self, rank: int) -> str:
-        """Return the last activity that the rank was seen at."""
+        """Return the last activity that the log has of a rank."""
         counts = [count for count, came in self._here.items() if rank in came]
         return f"'{self._here[max(counts)][rank][0]}'" if counts else "the start of its process"
 
     def inquire(self, trouble: Trouble, what: str, detail: str) -> PeerError:
-        """Find out which rank caused a problem that this rank met. Takes some seconds at most.
+        """Find out which rank caused a problem that this rank has. This takes a few seconds at most.
 
         Args:
             trouble: whether a connection of gloo's broke, or a deadline passed.
             what: activity of this rank.
-            detail: gloo's message, or the time.
+            detail: gloo's message, or the time that has passed.
         """
         self.tell("call")
         self._wait_for(lambda: len(self._alive.keys() | self._left) == self._world, _ANSWER_S)
-        if self._verdict is None and (self._outbox or self._hangs()):  # an error of the store may still come
+        if self._verdict is None and (self._outbox or self._hangs()):  # the store may still raise an error
             self._wait_for(lambda: False, _STORE_S)
         if self._verdict is None:
             verdict = self._judge(trouble, what, detail)
@@ -188,7 +189,7 @@ class Watch:
         return self._verdict
 
     def _wait_for(self, condition: Callable[[], bool], within_s: float) -> None:
-        """Wait for a condition on the log. Ends early at a verdict, or when the watch has ended."""
+        """Wait until a condition on the log is true. The wait also ends at a verdict, or when the watch has ended."""
         if self._world == 1:
             return
         with self._changed:
@@ -200,7 +201,7 @@ class Watch:
                 self._waiting -= 1
 
     def _judge(self, trouble: Trouble, what: str, detail: str) -> PeerError:
-        """Return the conclusion from the answers to a call."""
+        """Return the error that follows from the answers to a call."""
         if self._hangs():
             return self._no_store()
         silent = tuple(rank for rank in range(self._world) if rank not in self._alive.keys() | self._left)
@@ -225,9 +226,9 @@ class Watch:
     def _died(self, ranks: Collection[int], detail: str = "") -> PeerError:
         _, _, what = self._position
         return PeerError(
-            f"{listed(ranks)} died while rank {self._rank} was at {what}: the process ended without an "
-            f"error message{detail}. Look at the "
-            "last output of that rank, and look in dmesg whether the kernel killed it because memory ran out",
+            f"{listed(ranks)} died while rank {self._rank} was at {what}: the process ended without an error "
+            f"message{detail}. Look at the last output of that rank, and look in dmesg whether the kernel killed it "
+            "because memory ran out",
             tuple(ranks),
         )
 
@@ -249,7 +250,7 @@ class Watch:
             self._changed.notify_all()
 
     def _stay_until_heard(self) -> None:
-        """Wait, in the process that hosts the store, until all ranks have read the failure in the store."""
+        """In the process that hosts the store, wait until all ranks have read the failure from the store."""
         if self._store_rank != self._rank or self._world == 1:
             return
         with self._changed:
@@ -263,7 +264,8 @@ class Watch:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Tell the other ranks that this rank leaves, if the store answers soon, and end the thread. Idempotent."""
+        """Tell the other ranks that this rank leaves, if the store answers soon, and end the thread. A second call does
+        nothing."""
         if self._stopping:
             return
         self.tell("left")
@@ -306,10 +308,10 @@ class Watch:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        """Read the new entries, up to the first entry that is counted and not yet written.
+        """Read the new entries of the log, up to the first entry that is counted but not yet written.
 
-        If this entry stays unwritten, it is skipped after a while: its rank died between counting and writing the
-        entry.
+        If this entry is not written after some time, it is skipped, because its rank died after counting the entry and
+        before writing it.
         """
         count, now = self._store.add("entries", 0), time.monotonic()
         while self._seen < count:
@@ -354,7 +356,7 @@ class Watch:
         return {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
 
     def _judge_ended(self) -> None:
-        with contextlib.suppress(Exception):  # the store may have ended together with these processes
+        with contextlib.suppress(Exception):  # the store may have ended with these processes
             self._read()  # read the entries that these processes wrote before they ended
         ended = self._who_ended()
         if ended:
@@ -362,7 +364,7 @@ class Watch:
 
 
 def private(store: Store, prefix: str) -> PrefixStore:
-    """Return the store through a separate connection, if this torch can make one.
+    """Return the store with a separate connection, if this torch can make one.
 
     A call that blocks on the first connection does not block the second.
     """

@@ -1,7 +1,7 @@
 """Communication of a process with the other processes that train the same model.
 
-A process that trains alone has `Alone`, so that no code asks whether there are other processes. All ranks make the same
-calls in the same order.
+A process that trains alone uses `Alone`, so that no code must ask whether there are other processes. All ranks make the
+same calls in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.ranks.exchange import Exchange
 
 _SIGN_OF_LIFE_S = 10.0
 _SAME_CLASS = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
-"""Errors that have the same class on every rank, by name."""
+"""Errors that World.each raises with the same class on every rank, by the name of the class."""
 
 
 class World(ABC):
@@ -37,7 +37,7 @@ class World(ABC):
 
     @abstractmethod
     def tell(self, what: str, told: Any) -> list[Any]:
-        """Wait until all ranks make this call, and return the JSON value that each of them passed. Raises PeerError.
+        """Wait until all ranks make this call, and return the JSON value of each rank. Raises PeerError.
 
         Args:
             what: description of the common activity. It must be the same on all ranks, except for a path at its end.
@@ -46,32 +46,32 @@ class World(ABC):
 
     @abstractmethod
     def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Call a function on all ranks, and return the results of all ranks, which must be JSON values.
+        """Call a function on all ranks, and return the results of all ranks. The results must be JSON values.
 
-        An error on one rank is raised on all ranks, and the ranks can continue.
+        An error of the function on one rank is raised on all ranks. After the error the ranks can continue.
 
         Args:
             what: description of the common activity, the same on all ranks.
             act: function to call.
 
         Raises:
-            InfinityError: `act` failed on another rank, which the message names. The error has the class of the other
-                rank's error if this class is ConfigError, ModelError, PlanError or ResumeError. If `act` failed on this
-                rank, this rank raises its own error.
-            PeerError: a rank is gone, or makes another call.
+            InfinityError: `act` failed on another rank, and the message names this rank. The error has the class of the
+                other rank's error if this class is ConfigError, ModelError, PlanError or ResumeError. If `act` failed
+                on this rank, this rank raises its own error.
+            PeerError: a rank has ended, or makes another call.
         """
 
     def once(self, what: str, act: Callable[[], None]) -> None:
-        """Call a function once, on rank 0, for all ranks. Raises the errors of each()."""
+        """Call a function only on rank 0. All ranks wait for it. Raises the errors of each()."""
         self.each(what, act if self.leads else lambda: None)
 
     @abstractmethod
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
-        """Do the same as once(), for work that may take longer than the ranks' deadline."""
+        """Do the work of once(), for a function that may take longer than the ranks' deadline."""
 
     @abstractmethod
     def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
-        """Take part in the remaining gathers of a common loop, even if this rank cannot continue."""
+        """Take part in the remaining gathers of a loop that all ranks run, even if this rank cannot continue."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -79,7 +79,8 @@ class World(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Leave the other ranks. Return whether this rank's memory is no longer used by other ranks. Idempotent."""
+        """Leave the other ranks. Return whether other ranks no longer use this rank's memory. A second call does
+        nothing."""
 
 
 class Alone(World):
@@ -107,7 +108,7 @@ class Alone(World):
 
 
 class SeveralRanks(World):
-    """One of several ranks, or a single rank that behaves like one of several."""
+    """World of several ranks; in tests also of a single rank."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange

@@ -15,9 +15,10 @@ from infinity.runtime.guards import Guard
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """In this context, let backward passes only add to the gradients, without speculative updates.
+    """Begin no speculative update in this context: backward passes only add to the gradients.
 
-    The first pass after the context is expected to be the last pass before the step, so updates begin during this pass:
+    The first backward pass after the context is expected to be the last one before the step, so updates begin during
+    this backward pass:
 
         for batch in batches[:-1]:
             with model.no_sync():
@@ -25,8 +26,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
         model(**batches[-1]).loss.backward()
         optim.step()
 
-    The context affects when updates begin, but no bit of the result. Without the context, and without the optimizer's
-    `accumulation_steps=`, each step is expected to have as many passes as the step before.
+    The context changes the time at which updates begin, but no bit of the result. Without the context, and without the
+    optimizer's `accumulation_steps=`, each step is expected to have as many backward passes as the step before.
 
     Raises:
         ModelError: the model was never offloaded.
@@ -59,10 +60,10 @@ _NOTHING = nn.Module()
 
 
 class ZeroGrad(_Method):
-    """Method that forgets all gradients, as the optimizer's zero_grad does.
+    """Method that sets all gradients to None, in the same way as the optimizer's zero_grad.
 
-    The gradients are set to None even with `set_to_none=False`. If the model's class overrides zero_grad, the override
-    is called afterwards.
+    The gradients become None even with `set_to_none=False`. If the model's class overrides zero_grad, the override is
+    called afterwards.
 
     Args:
         model: the offloaded model; this object does not keep it alive.
@@ -81,7 +82,7 @@ class ZeroGrad(_Method):
 
 
 class MethodHandle:
-    """Handle that removes a method from a model to which the method was added."""
+    """Handle of a method that was added to a model. Its `remove` removes the method from the model."""
 
     def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
         self._of = weakref.ref(model)

@@ -4,11 +4,11 @@ the plan needs.
 [Note: which layers, and how many tiles]
 While one module runs, the weights of the next module are fetched. Two weights that are each larger than half of
 memory.device therefore never fit at the same time. A layer with such a weight is cut into tiles of a quarter of
-memory.device, of an eighth, and so on, until the plan fits. Each tile size is tried on a skeleton of the model: its
-modules without values. If no tile size fits, the error of the original model is raised. The error is also raised if no
-single layer is too large, but a block of several layers is.
+memory.device, of an eighth, and so on, until the plan fits. Each tile size is tried on a skeleton of the model, which
+has the modules of the model but no values. If no tile size fits, the PlanError of the original model is raised. This
+PlanError is also raised if every single layer fits but a block of several layers does not.
 
-All ranks have the same model and plan with the same memory, so all ranks choose the same tiles.
+All ranks have the same model and make their plans for the same memory sizes, so all ranks choose the same tiles.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _fits(model: nn.Module, tiles: Mapping[str, int], plan: Callable[[nn.Module]
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of weights of each layer that can be tiled, by name.
+    """Return the names of the layers that can be tiled, each with the bytes of its weights.
 
     Layers with tied weights cannot be tiled.
     """
@@ -88,7 +88,8 @@ def _rows(layer: nn.Module) -> int:
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """Return the modules of a model with parameters on the meta device and nothing else."""
+    """Return a copy of a model's modules whose parameters are on the meta device; the copy has no hooks and no
+    values."""
     parameters: dict[int, nn.Parameter] = {}
     modules: dict[int, nn.Module] = {}
 

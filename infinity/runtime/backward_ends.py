@@ -29,24 +29,25 @@ class _Pass:
 class BackwardEnds:
     """One callback at the end of every backward pass in which a gradient arrived.
 
-    Reentrant checkpointing runs passes within passes: only the end of the outermost pass ends the backward. In the
-    context `spanning`, all passes count as one backward. If a pass raises, autograd does not run the pass's callback
-    but drops it, so the weak reference to the callback is dead.
+    Reentrant checkpointing runs a backward pass inside another backward pass: only the end of the outermost pass ends
+    the backward. In the context `spanning`, all passes count as one backward. If a pass raises, autograd deletes
+    the callback of this pass without running it, so the weak reference to the callback returns None.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._spanning = False
-        # by task: passes in progress or passes that raised; the innermost is the last
+        # by autograd's number of the pass: passes that are in progress or have raised; the innermost pass is the last
         self._passes: dict[int, weakref.ref[_Pass]] = {}
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
     def forget(self) -> None:
         """Forget all passes.
 
-        No backward is in progress when a forward begins, so passes without an end were interrupted.
+        This is called when a forward begins. No backward is in progress then, so a pass that has not ended was
+        interrupted.
         """
-        self._passes = {}  # a new dict: another thread may be reading the old one
+        self._passes = {}  # a new dict, because another thread may be reading the old dict
         self._put_back()
 
     @contextmanager
@@ -94,8 +95,8 @@ class BackwardEnds:
     def _put_back(self) -> None:
         """Restore the gradient handles of parameters to which no gradient was added.
 
-        Such handles remain after torch.autograd.grad, which runs hooks on leaves but accumulates nothing, and after an
-        interrupted backward pass.
+        Hooks remove a handle before autograd adds to `.grad`. torch.autograd.grad runs these hooks but adds nothing,
+        and an interrupted backward pass may add nothing either.
         """
         for parameter, place, handle in self.taken:
             if parameter.grad is None and self._coordinator.has_gradient(place):

@@ -3,18 +3,18 @@
 [Note: what a chain is]
 All micro-batches can go through one unit after the other if a unit depends on earlier units only through its inputs.
 The graph can then be cut where a unit begins, if no edge bypasses the cut. While the forward is recorded, the graph is
-cut wherever a site begins (graph_pieces.py). An edge that a cut replaces is harmless. Any other edge between two pieces
-bypasses all cuts between them, and these cuts are discarded.
+cut at the beginning of each site's call (graph_pieces.py). An edge that a cut replaces is harmless. Any other edge
+between two pieces bypasses all cuts between these pieces, and the bypassed cuts are discarded.
 
 The remaining cuts separate the stages. A stage may have several units, for example if the model inserts an image
 between the embeddings of words. If a loss has a term for each router of a mixture of experts, edges bypass all units
 and no cut remains.
 
-Three more things make micro-batches depend on each other:
+Micro-batches also depend on each other if the forward changes one of these:
 
-* a buffer that the forward changes, such as the means of BatchNorm;
-* an attribute that the forward sets on a module;
-* a global setting of torch that is changed during a part of the forward.
+* a buffer, such as the means of BatchNorm;
+* an attribute of a module;
+* a global setting of torch, during a part of the forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stage:
     """The part of a forward from one cut to the next.
 
     Attributes:
-        site: number of the site with whose call the stage begins.
+        site: number of the site; the stage begins with the call of this site.
         reentrant: whether the stage begins in a reentrant checkpoint.
         units: indices of the units that the stage's modules read.
     """
@@ -80,10 +80,11 @@ class Chain:
 
 @dataclass
 class _Candidate:
-    """A place where the graph might be cut. A stage from this cut would end at the next candidate.
+    """A place in the forward at which the graph can be cut, if no edge bypasses the cut.
 
     Attributes:
-        site: number of the site that is called at this place; -1: no site was called in the reentrant checkpoint.
+        site: number of the site that is called at this place; -1 for a reentrant checkpoint in which no site was
+            called.
         kept_bytes: bytes of the tensors that the forward keeps before this place.
     """
 
@@ -132,7 +133,8 @@ class Recorder(Forward):
     def found(self, loss: torch.Tensor) -> tuple[Chain, str]:
         """Return the chain of the forward that computed this loss, possibly without stages.
 
-        Also return why micro-batches cannot go through the stages one after the other; "" if they can.
+        The second result is the reason why micro-batches cannot go through the stages one after the other; "" if they
+        can.
         """
         edges = list(self.tape.edges(loss))
         chain, why = self._chain(edges), ""

@@ -20,7 +20,7 @@ A row that is not in this list is displayed last, under "store".
 """
 
 _NESTING = ("steps", "compute", "stalls", "gradients")
-"""Rows of one thread each: events that overlap are nested."""
+"""Rows with the events of a single thread. If two events of such a row overlap, one event contains the other."""
 
 
 class Event(NamedTuple):
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
     Attributes:
         row: the row in which the bar is drawn; see ROWS.
-        category: the kind of the bar, by which viewers can filter.
+        category: the kind of the bar; viewers can show or hide bars by their kind.
         args: details that viewers show when the bar is clicked.
     """
 
@@ -44,7 +44,7 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
     """Yield the JSON document in pieces; times are microseconds from `begin_ns`.
 
     Args:
-        events: the events, in any order; they are clipped to [begin_ns, end_ns].
+        events: the events, in any order; the times of each event are limited to [begin_ns, end_ns].
         begin_ns: begin of the trace.
         end_ns: end of the trace.
         about: facts about the trace.
@@ -78,11 +78,12 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
 def spread(events: Iterable[Event]) -> list[int]:
     """Return for each event the number of its lane in its row.
 
-    The events must be sorted by their begin, and equal begins by length, the longest first. If two events overlap in a
-    lane, viewers draw them wrong, unless one event contains the other. An event is therefore assigned to the first free
-    lane of its row. In rows of one thread (`_NESTING`), an event may share a lane with an event that contains it.
+    A lane is one line of bars in a row. The events must be sorted by their begin; of events with the same begin, the
+    longest must be first. Viewers draw two overlapping events of one lane wrong, unless one event contains the other.
+    An event is therefore assigned to the first free lane of its row. In rows of one thread (`_NESTING`), an event may
+    be in the same lane as an event that contains it.
     """
-    ends: dict[str, list[list[int]]] = {}  # by row and lane: ends of the open events, outermost first
+    ends: dict[str, list[list[int]]] = {}  # by row and lane: ends of the events that have not ended, outermost first
     chosen = []
     for event in events:
         lanes = ends.setdefault(event.row, [])

@@ -1,9 +1,9 @@
 """The loss of a language model's head, computed without all logits in memory at once.
 
-For 8,192 tokens and a vocabulary of 128,000 the logits take 2 GiB in bf16 and another 4 GiB in fp32 for the loss; the
-gradient of the logits takes as much again. This module computes the logits piece by piece. Each piece is used at once
-for the loss and for the gradients of the hidden states and of the head, so the backward only multiplies these gradients
-by a factor. (As in Liger-Kernel, arXiv 2410.10989, section 3.2.)
+For 8,192 tokens and a vocabulary of 128,000, the logits take 2 GiB in bf16, and their fp32 copy for the loss takes
+another 4 GiB. The gradient of the logits takes as much again. This module computes the logits piece by piece. Each
+piece is used at once for the loss and for the gradients of the hidden states and of the head, so the backward only
+multiplies these gradients by a factor. (Source: Liger-Kernel, arXiv 2410.10989, section 3.2.)
 
 [Note: two ways through the logits]
 
@@ -15,8 +15,9 @@ by a factor. (As in Liger-Kernel, arXiv 2410.10989, section 3.2.)
             └─────────────────┘      with whole logits.
 
 If the head's gradient were added up token by token, each partial sum would be rounded, and the sum would need as much
-memory as the head takes in fp32. The second way, by words, avoids this but computes the logits a second time: four
-matrix products instead of three. If all tokens fit one piece, one way is enough, with three products.
+memory as the head takes in fp32. The second way, by words, avoids both but computes the logits a second time, so that
+there are four matrix products instead of three. If all tokens fit into one piece, the first way is enough, with three
+products.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of `hidden @ weight.T + bias` and the labels.
 
-    The result is the result of torch.nn.functional.cross_entropy for the fp32 logits, but the logits are never all in
-    memory at once. Tokens without a label are left out of every computation.
+    The result is the same as the result of torch.nn.functional.cross_entropy for the fp32 logits, but the logits are
+    never all in memory at the same time. Tokens without a label take part in no computation.
 
     Args:
         hidden: [..., H], the input of the head.
-        weight: [V, H], the weight of the head, on the same device, of the same dtype.
+        weight: [V, H], the weight of the head, on the device of `hidden`, in the dtype of `hidden`.
         labels: int64 [...], the token that each hidden state must predict; this function does not shift the labels.
         bias: [V], the bias of the head.
         scale: factor by which the logits are multiplied.
-        softcap: number c: after the scaling, the logits become c · tanh(logits / c).
+        softcap: a number c; after the scaling, each logit x is replaced by c · tanh(x / c).
         ignore_index: the label of tokens that do not count in the loss.
         divisor: number by which the sum over the tokens is divided; None: the number of tokens that have a label.
         chunk_bytes: bytes of fp32 logits in memory at a time; a copy of these logits in the dtype of `hidden` takes
@@ -85,20 +86,20 @@ class Loss:
 
     @property
     def share(self) -> float:
-        """Factor of a token's gradient before rounding: 1 / divisor without its power of two.
+        """Factor by which gradients are multiplied before they are rounded: 1 / divisor without its power of two.
 
-        Multiplication by the power of two is exact, also after rounding. Before rounding it would move small gradients
-        out of fp16's range.
+        The power of two is applied after rounding, where the multiplication is exact. Before rounding, the power of two
+        would move small gradients out of fp16's range.
         """
         return math.frexp(1.0 / self.divisor)[0] if self.divisor and math.isfinite(self.divisor) else 1.0
 
     @property
     def factor(self) -> float:
-        """The remaining factor of 1 / divisor, applied in the backward."""
+        """The other factor of 1 / divisor, a power of two, which is applied in the backward."""
         return 1.0 / self.divisor / self.share if self.divisor else math.inf
 
     def at_a_time(self, across: int) -> int:
-        """Return the number of rows (or columns) of a piece of logits, if each row (column) has `across` logits."""
+        """Return the number of rows of a piece of logits, if each row has `across` logits; the same for columns."""
         return max(max(self.chunk_bytes // 4, 1) // max(across, 1), 1)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -114,18 +115,19 @@ class Loss:
         return logits
 
     def gradient(self, logits: torch.Tensor, normal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the gradient of the output of `linear`, times `divisor * share`; the result overwrites the logits.
+        """Compute the gradient of the logits before scaling and capping, times `divisor * share`. The result overwrites
+        the logits.
 
         Args:
             logits: [tokens, columns], fp32, scaled and capped; overwritten.
             normal: the logarithm of the sum of the exponentials of all logits of a token, [tokens, 1].
-            labels: labels of the tokens, as offsets from the first of these columns; labels outside belong to other
-                pieces.
+            labels: labels of the tokens, as offsets from the first of these columns; a label outside of these columns
+                belongs to another piece.
         """
         slope = None if self.softcap is None else 1.0 - (logits / self.softcap).square_()
         gradient = logits.sub_(normal).exp_()
         rows = torch.arange(len(labels), device=labels.device)
-        # a mask needs no synchronization with the host; the other rows subtract 0
+        # a mask needs no synchronization with the host; rows whose label is outside subtract 0
         inside = (labels >= 0) & (labels < logits.shape[1])
         gradient[rows, labels.clamp(0, logits.shape[1] - 1)] -= inside.to(gradient.dtype)
         if slope is not None:
@@ -141,10 +143,10 @@ def cross_entropy(
     loss: Loss,
     *beside: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute chunked_cross_entropy, and add further outputs to the loss's node of the graph.
+    """Compute chunked_cross_entropy, and make the tensors of `beside` additional outputs of the loss's autograd node.
 
-    `beside` are new tensors. They become outputs of the same node and get no gradient. Hooks on these tensors therefore
-    run when the loss is run backward. Returns the loss, followed by the tensors of `beside`.
+    `beside` are new tensors. As outputs of the node they get no gradient, but hooks on these tensors run when the loss
+    is run backward. Returns the loss, followed by the tensors of `beside`.
     """
     vocabulary, width = weight.shape
     if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
@@ -277,7 +279,7 @@ class _Pieces:
 def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count` indices at which a mask is true.
 
-    Because the count is given, the host need not wait for the device.
+    The caller knows the count already, so the host need not wait for the device.
     """
     if chosen.device.type == "cpu":
         return chosen.nonzero().squeeze(1)
@@ -285,7 +287,8 @@ def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _sums_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are summed up and kept until the division: fp32 in place of fp16."""
+    """Return the dtype in which gradients are summed up and kept until they are divided: fp32 for fp16 gradients,
+    otherwise the same dtype."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

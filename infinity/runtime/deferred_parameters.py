@@ -1,5 +1,5 @@
-"""Deferred parameters: parameters of a model that is loaded but not offloaded yet. Their values are read only when they
-are used.
+"""Deferred parameters: parameters of a model that is loaded but not offloaded yet. The value of a deferred parameter is
+read only when the value is used.
 
 [Note: why offloading waits]
 A script that knows nothing of infinity loads a model, and then attaches adapters, freezes parameters, resizes the
@@ -7,14 +7,15 @@ embeddings, converts the weights or copies the model. The placement can be plann
 model is offloaded, each parameter is a placeholder of the released class (units/released_parameters.py), and its values
 are read from the files of the checkpoint:
 
-    an operation reads it, without a graph     the values are read, and dropped when the operation ends
-    an operation writes to it, gives a view
-    of it or `.data`, or is recorded by
-    autograd                                   it is an ordinary parameter from then on
-    .to(dtype), deepcopy                       another placeholder of the same values
+    an operation reads the parameter, and       the values are read, and freed when the operation ends
+    autograd does not record the operation
+    an operation writes to the parameter,       the values are read, and the parameter becomes an ordinary
+    returns a view of it or its `.data`,        parameter
+    or is recorded by autograd
+    .to(dtype), deepcopy                        the result is another deferred parameter with the same values
 
-A checkpoint may have the values in an encoded form (state/frozen_codecs.py). A parameter keeps the encoded form if it
-has the same values when the model is offloaded, even if the values were read before.
+A checkpoint may have the values in an encoded form (state/frozen_codecs.py). If a parameter's values have not changed
+when the model is offloaded, the encoded form is used, even if the values were read before.
 
 infinity.offload reads the values through `values_of(model)`.
 """
@@ -45,7 +46,7 @@ Read = Callable[[], torch.Tensor]
 
 
 class _Values(ParameterLender):
-    """The deferred parameters of this process: for each parameter its reader and its name in messages."""
+    """The deferred parameters of this process. Each has a function that reads its value, and a name for messages."""
 
     def __init__(self) -> None:
         self._reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -56,7 +57,8 @@ class _Values(ParameterLender):
         parameter.__class__ = self._released
 
     def leave(self, parameter: nn.Parameter) -> Read:
-        """Restore the class of a parameter, which still has no values. Return the function that reads the values."""
+        """Restore the ordinary class of a parameter, and return the function that reads its values. The parameter still
+        has no values."""
         read: Read = self._reads.pop(parameter)[1]
         parameter.__class__ = nn.Parameter
         return read
@@ -89,8 +91,8 @@ class _Values(ParameterLender):
         holders = {parameter: _holders(parameter) for parameter in there}
         yield
         for parameter in there:
-            # A graph that refers to the parameter needs the values in the backward; a view of the parameter may be
-            # written to.
+            # The values are kept if a graph refers to the parameter, because the backward needs them, or if a view of
+            # the parameter exists, because the view may be written to.
             seen = parameter._version != versions[parameter] or _holders(parameter) > holders[parameter]
             if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
@@ -102,7 +104,7 @@ class _Values(ParameterLender):
         parameter.data = value
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
-        """Accept the write: `lend` keeps the written values."""
+        """Allow the write. `lend` keeps the written values afterwards."""
 
     def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
         return self._another(parameter, parameter.dtype, parameter.device)
@@ -148,12 +150,13 @@ def _raw(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def defer(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Defer the parameters of a model: those on the meta device are read from `source` when their values are needed.
+    """Defer the parameters of a model. The values of parameters on the meta device are read from `source` when they are
+    needed.
 
-    Parameters in memory become deferred, too.
+    Parameters in memory are deferred, too, and keep their values in memory.
 
     Args:
-        model: the model whose meta parameters are replaced.
+        model: the model whose parameters become deferred.
         source: function that returns the value of a parameter, given its name.
         device: device on which the model will compute; the parameters report this device as theirs.
     """
@@ -206,7 +209,7 @@ class _Constant:
 
 
 def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
-    """Defer a parameter that has a placeholder.
+    """Defer a parameter whose values have been replaced by a placeholder.
 
     `value` is the parameter's value, or the function that reads the value.
     """
@@ -262,7 +265,7 @@ def _rows(read: Read, begin: int, end: int) -> Read:
 def rows_of_deferred(parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
     """Return a new deferred parameter for rows [begin, end) of this parameter.
 
-    Messages call the new parameter `name`.
+    Messages use `name` as the name of the new parameter.
     """
     return _values.rows(parameter, name, begin, end)
 
@@ -278,7 +281,7 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def is_a_deferred(parameter: nn.Parameter) -> bool:
-    """Return whether this parameter is deferred."""
+    """Return whether this one parameter is deferred."""
     return _values.has(parameter)
 
 
@@ -286,7 +289,7 @@ class Values:
     """Source of the values of a model's parameters, by name.
 
     Args:
-        named: every parameter of the model, by each of its names.
+        named: every parameter of the model; a tied parameter is in the dict under each of its names.
         left: name and reader of each parameter that was deferred.
 
     Attributes:
@@ -300,12 +303,13 @@ class Values:
 
     @property
     def readers(self) -> dict[str, Reader]:
-        """Readers of the parameters whose values are not in memory, by each name of the parameter."""
+        """Readers of the parameters whose values are not in memory, by name; a tied parameter is in the dict under each
+        of its names."""
         found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
         return {name: read for name, read in found.items() if isinstance(read, Reader)}
 
     def in_memory(self, name: str) -> bool:
-        """Return whether the value of a parameter is in memory and in no file."""
+        """Return whether the value of a parameter is in memory, so that no file is read for it."""
         parameter = self._named[name]
         return parameter not in self._left or isinstance(self._left[parameter][1], _Constant)
 

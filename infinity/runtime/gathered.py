@@ -20,10 +20,10 @@ from infinity.state.layer_tiles import Tile
 def gathered(
     model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False, grads: bool = False
 ) -> AbstractContextManager[None]:
-    """Give modules their weights in this context, as if the model were not offloaded.
+    """Put copies of the weights into the parameters of modules in this context, so that other code can read them.
 
-    This is for `.data`, state_dict, norms, and code that knows nothing of infinity (EMA, weight logging, sending
-    weights to an inference engine, peft's merge_and_unload):
+    Use this for `.data`, state_dict and norms, and for code that knows nothing of infinity (EMA, weight logging,
+    sending weights to an inference engine, peft's merge_and_unload):
 
         with infinity.gathered(model, model.lm_head):
             norm = model.lm_head.weight.norm()
@@ -35,27 +35,29 @@ def gathered(
         with infinity.gathered(model, model.lm_head, grads=True):  # between backward and step
             model.lm_head.weight.grad.clamp_(-1.0, 1.0)
 
-    If no part of the model is offloaded, the context does nothing. Otherwise the values are copies on the device of the
-    model, which take memory in addition to the plan's memory. A parameter of a module that is not gathered is fetched
-    while an operation reads it; the `.data` of such a parameter raises.
+    If no part of the model is offloaded, the context does nothing. The copies are on the device of the model, and take
+    memory in addition to the plan's memory. A parameter that is not gathered is fetched while an operation reads the
+    parameter, but reading its `.data` raises. If the context ends with an exception, all changes are lost.
 
     Args:
         model: the model that infinity.offload or load_pretrained returned.
         modules: modules or parameters of the model; none: the whole model.
-        write: keep changes. At the end, parameters whose bits changed are written to the store, and their masters get
-            exactly the new values; the moments are not changed. Without `write` every change is lost at the end, and a
-            warning names a changed parameter. An exception in the context drops all changes.
-        grads: make `.grad` a copy of the gradient, too, in the parameter's dtype, between backward and step. At the end
-            the changed copies become the gradients of the step, with or without `write`. A parameter whose `.grad` is
-            None at the end has no gradient. An exception in the context drops these changes, too.
+        write: whether changes are kept. At the end, parameters whose bits changed are written to the store, and their
+            masters become exactly the new values. The moments are not changed. Without `write` every change is lost at
+            the end, and a warning names a changed parameter.
+        grads: whether `.grad` becomes a copy of the gradient, in the parameter's dtype; allowed only between backward
+            and step. At the end, changed copies become the gradients of the step, with or without `write`. A parameter
+            whose `.grad` is None at the end has no gradient.
 
     Raises:
         PlanError: there is no memory for the copies.
-        ModelError: `model` is a part of an offloaded model; a module does not belong to it; `write` or `grads` in a
-            forward or backward pass; `write` for parameters that an outer context gathered; `grads` without gradients.
-            At the end: a shape or dtype changed, or a frozen weight changed that several generations of the run use.
+        ModelError: `model` is a part of an offloaded model; a module does not belong to `model`; `write` or `grads` in
+            a forward or backward pass; `write` for parameters that an outer context gathered; `grads` without
+            gradients. At the end: a shape or dtype changed; or a frozen weight changed, and several generations of the
+            run share its values.
         NotAvailableError: `grads` with several ranks.
-        InfinityError, SwapIOError: the errors of a forward pass. At the end: the store could not be written.
+        InfinityError, SwapIOError: an error that a forward pass can raise, too. At the end: the store could not be
+            written.
     """
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
     if not any(registry.find(parameter) for parameter in named):
@@ -71,9 +73,8 @@ def gathered(
         )
     if grads and coordinator.passing:
         raise ModelError(
-            "infinity.gathered(..., grads=True) in a forward or backward pass, which may add "
-            "gradients. Enter the context "
-            "between backward() and optim.step()."
+            "infinity.gathered(..., grads=True) in a forward or backward pass, which may add gradients. Enter the "
+            "context between backward() and optim.step()."
         )
     wanted: dict[int, list[str]] = {}
     for module in modules or (model,):
@@ -121,7 +122,7 @@ def _find(coordinator: Coordinator, parameter: nn.Parameter, module: nn.Module |
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the names and values of `model.state_dict()`, one after the other.
+    """Iterate over the names and values of `model.state_dict()`, with one value in memory at a time.
 
     The model may be larger than memory. Each parameter and persistent buffer is copied to the device of the model, and
     the copy is freed when the caller drops it. If several names belong to one parameter, each name gets its own copy.

@@ -2,8 +2,8 @@
 other sites.
 
 Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) hides its calls in one node, whose inputs are fixed
-before any hook of a module inside runs. The inputs of this node are therefore replaced: the graph is cut before the
-checkpoint, and the first site that is called inside the checkpoint determines which stage has begun.
+before any hook of a module inside runs. The graph is therefore cut before the checkpoint, at the inputs of this node.
+The first site that is called inside the checkpoint determines which stage has begun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CuttableModule(NamedTuple):
 
     Attributes:
         units: indices of the units that the module reads.
-        cuts: whether a stage may begin with this module, because some of its weights are fetched.
+        cuts: whether a stage may begin with this module: true if any of the module's weights are fetched.
     """
 
     module: weakref.ref[nn.Module]
@@ -36,11 +36,12 @@ class CuttableModule(NamedTuple):
 
 
 class Forward:
-    """The forward of one micro-batch, in one thread, whose calls of sites are reported by `watched`.
+    """The forward of one micro-batch, in one thread. The hooks that `watched` installs report each call of a site to
+    this object.
 
     Attributes:
         stage: the current stage; -1: no stage has begun.
-        tape: the graph that was made so far.
+        tape: the graph that the forward has made so far.
     """
 
     def __init__(self) -> None:
@@ -53,13 +54,13 @@ class Forward:
     def begin(self, site: int, *, reentrant: bool) -> bool:
         """Enter a site, given its number. Return whether a stage begins with the site; if so, set `stage`.
 
-        If a stage begins, wait until the stage may run. `reentrant`: whether the site is the first site in a reentrant
-        checkpoint.
+        If a stage begins, this method waits until the stage may run. `reentrant` says whether the site is the first
+        site in a reentrant checkpoint.
         """
         raise NotImplementedError
 
     def may_begin_in_checkpoint(self) -> bool:
-        """Return whether a stage may begin in the reentrant checkpoint whose call begins."""
+        """Return whether a stage may begin in the reentrant checkpoint that is about to run."""
         raise NotImplementedError
 
     def reads(self, units: Sequence[int]) -> None:
@@ -77,7 +78,7 @@ class Forward:
     def enter(self, number: int, site: CuttableModule, given: tuple[Any, Any]) -> Any:
         """Enter a site that is called with args and kwargs.
 
-        Return new args and kwargs for the call; None: leave them unchanged.
+        Return new args and kwargs for the call; None if the call keeps its args and kwargs.
         """
         self._depth += 1
         found = None
@@ -109,9 +110,10 @@ _here = threading.local()
 
 @contextmanager
 def watched(sites: Sequence[CuttableModule]) -> Iterator[None]:
-    """In this context, call `enter` and `leave` of a thread's `running` forward at every site.
+    """In this context, call `enter` and `leave` at every site, for the forward that the thread runs
+    (`Forward.running`).
 
-    Threads without a running forward are not affected.
+    Threads that run no forward in this way are not affected.
     """
     with ExitStack() as entered:
         for number, site in enumerate(sites):

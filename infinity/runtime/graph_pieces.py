@@ -1,10 +1,10 @@
 """The graph of one micro-batch, cut into pieces whose backward can run one by one.
 
 [Note: cutting a graph]
-Where a unit begins, the graph is cut at each of the unit's inputs that has a graph. `_GraphCut` replaces the input by a
-tensor of the same memory that has no graph behind it. The gradients that arrive for this tensor are added up
-(`_Gradient`). When the piece that made the original tensor is run backward, `_Tail` passes the sum into the graph of
-this piece:
+Before a unit is called, the graph is cut at each of the unit's inputs that has a graph. `_GraphCut` replaces the input
+by a tensor in the same memory, whose graph begins at the cut. The gradients that arrive for this tensor are added up
+(`_Gradient`). When the backward of the piece that made the original tensor runs, `_Tail` passes the sum into the graph
+of this piece:
 
     piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
                  ┆ (the same memory)
@@ -12,7 +12,7 @@ this piece:
 
 Neither `_GraphCut` nor `_Tail` keeps the memory of x alive. If several units use a tensor, the tensor's gradient is the
 sum of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in fp32.
-Autograd numbers the nodes that a thread makes: the sequence number of a tensor's node therefore tells which piece made
+Autograd numbers the nodes that a thread makes. The sequence number of a tensor's node therefore tells which piece made
 the tensor.
 """
 
@@ -30,7 +30,7 @@ Replace = Callable[[torch.Tensor], torch.Tensor]
 
 
 def next_number() -> int:
-    """Return the sequence number of the next node that this thread makes."""
+    """Return the sequence number that autograd will give to the next node that this thread makes."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
@@ -40,9 +40,8 @@ def number_of(node: Any) -> int:
 
 
 _ADVICE = (
-    "which must not happen: the graph of a micro-batch differs from that of the first "
-    "micro-batch. Call infinity.backward with "
-    "vertical=False."
+    "which must not happen: the graph of a micro-batch differs from that of the first micro-batch. Call "
+    "infinity.backward with vertical=False."
 )
 
 
@@ -53,7 +52,7 @@ class _Gradient:
 
     Attributes:
         total: sum of the gradients so far; None: no gradient has arrived.
-        closed: whether the sum is final: a further gradient is an error.
+        closed: whether the sum is final, so that a further gradient is an error.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -118,7 +117,7 @@ class Piece:
     Attributes:
         stage: stage of the piece (micro_batches.py).
         begins: sequence number of the piece's first node.
-        values: tails and gradients of the tensors that this piece makes and other pieces use.
+        values: for each tensor that this piece makes and other pieces use: its _Tail and its _Gradient.
         loss: the loss, if the micro-batch ends in this piece.
     """
 
@@ -160,8 +159,8 @@ class Tape:
 
     def __init__(self) -> None:
         self._anchor = torch.empty((), requires_grad=True)
-        # The key is the id of the node that made the tensor, and the output's number. The node is kept, so its id stays
-        # unique.
+        # The key is the id of the node that made the tensor, and the number of the node's output. The value refers to
+        # the node, so no other node can get this id.
         self._crossed: dict[tuple[int, int], tuple[Any, _Gradient]] = {}
         self.pieces = [Piece(-1, 0)]
 
@@ -171,7 +170,7 @@ class Tape:
         return self._crossing
 
     def is_of(self, stage: int) -> None:
-        """Set the stage of the last piece, in place of the stage with which the piece began."""
+        """Change the stage of the last piece, which was not known when the piece began."""
         self.pieces[-1].stage = stage
 
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,7 @@ class Tape:
         return crossed
 
     def made_by(self, node: Any) -> Piece:
-        """Return the piece that made a node; the first piece for a node that no piece made."""
+        """Return the piece that made a node. For a node that no piece made, return the first piece."""
         return self.pieces[bisect_right(self.pieces, number_of(node), key=lambda piece: piece.begins) - 1]
 
     def end(self, loss: torch.Tensor) -> None:
@@ -194,7 +193,8 @@ class Tape:
         self._crossed.clear()
 
     def waits(self, stage: int) -> bool:
-        """Return whether the last piece that has not run belongs to this stage and has gradients to run backward."""
+        """Return whether a backward of this stage is due: the last piece that has not run backward belongs to the
+        stage, and its gradients have arrived."""
         return bool(self.pieces) and self.pieces[-1].stage == stage and bool(self.pieces[-1].roots)
 
     def backward(self, stage: int) -> None:
@@ -203,7 +203,7 @@ class Tape:
             self.pieces.pop().backward()
 
     def edges(self, loss: torch.Tensor) -> Iterator[tuple[Any, Any, bool]]:
-        """Yield every edge of the graph of a loss that was not run backward, except edges to leaves.
+        """Yield every edge of the graph of a loss, except edges to leaves. The loss must not have been run backward.
 
         An edge consists of the node below (closer to the inputs), the node above, and whether the graph is cut between
         them.
@@ -227,7 +227,7 @@ class Tape:
 def replaced(
     args: Sequence[Any], kwargs: Mapping[str, Any], replace: Replace
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, in which every tensor that has a graph is replaced, also inside tuples.
+    """Return the arguments of a call, with every tensor that has a graph replaced, also inside tuples.
 
     Other containers stay unchanged, because the called function may write to them.
     """
@@ -239,8 +239,8 @@ def replaced(
 def _replaced(given: Any, replace: Replace, made: dict[int, torch.Tensor]) -> Any:
     """Replace the tensors of one argument.
 
-    This is not a nested function, because a nested function that calls itself would keep the graph alive until Python
-    collects cycles.
+    A nested function that calls itself would be a reference cycle, and would keep the graph alive until Python collects
+    cycles. This is therefore a function of the module.
     """
     if isinstance(given, torch.Tensor):
         if given.grad_fn is None:

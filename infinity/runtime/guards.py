@@ -1,5 +1,5 @@
-"""Guards for operations that would read placeholders in place of the weights: state_dict and load_state_dict gather the
-weights; deepcopy and pickling raise."""
+"""Guards for operations that would read placeholders in place of the weights. state_dict and load_state_dict gather the
+weights, and deepcopy and pickling raise."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ H = TypeVar("H", bound=Any)
 
 def _refuse(what: str, why: str = "would see placeholders: its weights are in the store") -> NoReturn:
     raise ReleasedParameterError(
-        f"{what} of an offloaded model {why}. To write it, use "
-        "infinity.save_pretrained(model, directory); to read or change weights use infinity.state_dict(model) or "
-        "`with infinity.gathered(model, module):`. Copy the model before infinity.offload, or load the "
-        "weights into another plain model: other.load_state_dict(model.state_dict())."
+        f"{what} of an offloaded model {why}. To write it, use infinity.save_pretrained(model, directory); to read or "
+        "change weights use infinity.state_dict(model) or `with infinity.gathered(model, module):`. Copy the model "
+        "before infinity.offload, or load the weights into another plain model: "
+        "other.load_state_dict(model.state_dict())."
     )
 
 
 class Guard:
-    """Hook object that raises when it is copied or pickled. A module with this hook therefore raises, too."""
+    """Hook object that raises when it is copied or pickled. Copying or pickling a module with this hook therefore
+    raises, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse("deepcopy")
@@ -47,9 +48,9 @@ class Guard:
 
 
 def not_compiled(hook: type[H]) -> type[H]:
-    """Make torch.compile end its graph at hooks of this class, so that the hooks are not compiled.
+    """Exclude hooks of this class from torch.compile, which ends its graph before such a hook.
 
-    The import of torch's compiler takes seconds, so the compiler is used only if other code has imported it.
+    The import of torch's compiler takes seconds, so a hook uses the compiler only if other code has imported it.
     """
     call: Any = hook.__call__
 
@@ -77,13 +78,14 @@ class _Hook(Guard):
 
 
 class _Gathers:
-    """Open gatherings, by module; each gathering belongs to a call in progress.
+    """Contexts of infinity.gathered that are open, by module. Each context belongs to a call of the module's state_dict
+    or load_state_dict.
 
-    If an exception ended the call, the next operation closes the call's gathering and drops the changes ([Note: calls
-    that die] in live_call.py).
+    If an exception ended the call, the next operation closes the context and drops its changes ([Note: calls that die]
+    in live_call.py).
 
     Args:
-        beyond: names of functions around the hooks, see LiveCall.
+        beyond: names of functions that run between the hooks and the call; see LiveCall.
     """
 
     def __init__(self, model: nn.Module, *beyond: str) -> None:
@@ -105,7 +107,8 @@ class _Gathers:
         self._open[id(module)] = call, context
 
     def _require_this_thread(self, what: str) -> None:
-        """Raise ModelError if another thread has a gathering open: two threads would end each other's gatherings."""
+        """Raise ModelError if another thread has a context open, because two threads would close each other's
+        contexts."""
         if not all(call.of_this_thread for call, _ in self._open.values()):
             raise ModelError(f"{what} of this model is running in another thread; wait until it ends")
 
@@ -123,7 +126,8 @@ class _Gathers:
 
 
 class _StateDict(_Gathers):
-    """Gatherings for state_dict, which returns copies of all weights of the module. The copies must fit memory.host."""
+    """Contexts of infinity.gathered for state_dict. state_dict returns copies of all weights of the module, and the
+    copies must fit memory.host."""
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         with self._lock:
@@ -144,7 +148,7 @@ class _StateDict(_Gathers):
 
 
 class _LoadStateDict(_Gathers):
-    """Gatherings for load_state_dict: one module after the other is gathered and written back."""
+    """Contexts of infinity.gathered for load_state_dict: one module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         with self._lock:
@@ -166,7 +170,7 @@ class _LoadStateDict(_Gathers):
 
 
 def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Install the guards on every module that has parameters, itself or in the modules inside."""
+    """Install the guards on every module that has parameters of its own or in its submodules."""
     # _load_from_state_dict ends before its hooks run
     state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")
     for each in (state_dict, load):

@@ -1,15 +1,15 @@
-"""The hooks by which an unchanged training loop fetches and releases units.
+"""Hooks that fetch and release units while an unchanged training loop runs.
 
 [Note: hooks and checkpointing]
 transformers checkpoints `forward`; users of torch often checkpoint `__call__`. Reentrant checkpointing runs a second
 backward inside the first. Recomputation may therefore run all forward hooks of infinity, none of them, or (if it stops
-early) a pre-hook without its post-hook. This has three consequences:
+early) a pre-hook without its post-hook. Therefore:
 
 * in a backward pass a forward hook only fetches the unit and counts no use;
-* a hook on every output tensor of a unit announces the unit's backward before any of that backward runs;
+* a hook on every output tensor of a unit announces the unit's backward before this backward begins;
 * a unit that is still absent is fetched when autograd unpacks a view of its weights.
 
-If a forward ends without its post-hooks, the uses that it counted are forgotten when the next forward begins.
+If a forward ends without its post-hooks, the uses of units that it counted are forgotten when the next forward begins.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from infinity.units.released_parameters import in_backward
 class _Forward:
     """An outermost forward and its pair of saved-tensor hooks.
 
-    torch has a stack of such hooks for each thread. If a forward dies in another thread, its pair is popped when this
-    other thread begins its next forward.
+    torch has a stack of such hooks for each thread. If an exception ends a forward, its pair stays on the stack of its
+    thread until this thread begins its next forward.
 
     Attributes:
         depth: number of modules of DiscoveredUnits.root_candidates whose call is in progress; 0: no forward is in
@@ -73,15 +73,15 @@ class _Forward:
 
 
 class RootForward:
-    """The outermost forward in progress: it owns the pair of saved-tensor hooks.
+    """The outermost forward in progress, which owns the pair of saved-tensor hooks.
 
-    If all micro-batches go through one unit after the other (micro_batches.py), each micro-batch has a forward in a
-    separate thread, called a lane. For the coordinator all these forwards are one forward.
+    With vertical micro-batches (micro_batches.py), each micro-batch has a forward in a separate thread, called a lane.
+    The coordinator sees all these forwards as one forward.
 
-    Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
-    exception. Ctrl-C skips post-hooks. In this case, the next outermost forward, step or gathering, or the closing of
-    the model, finds that the frame of the call no longer runs, and cleans up. While the call runs, forwards in other
-    threads raise ModelError.
+    Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an exception.
+    Ctrl-C skips post-hooks. In this case the next outermost forward, step, infinity.gathered or infinity.close finds
+    that the call is no longer in progress, and cleans up. While the call is in progress, forwards in other threads
+    raise ModelError.
     """
 
     def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
@@ -135,16 +135,17 @@ class RootForward:
 
     @property
     def was_refused(self) -> bool:
-        """Whether this thread runs the post-hooks of a call that the pre-hook refused; such a call was not entered."""
+        """Whether the pre-hook has refused the call whose post-hooks now run in this thread. Such a call was not
+        entered."""
         return threading.get_ident() in self._refused
 
     def _require_no_other(self) -> None:
         if self._call is None or self._call.of_this_thread or not self._call.runs:
             return
         raise ModelError(
-            "a forward of this model is running in another thread, and two forwards at a time "
-            "would release each other's "
-            "weights. Call the model in one thread at a time: put one threading.Lock around all its forward passes."
+            "a forward of this model is running in another thread, and two forwards at a time would release each "
+            "other's weights. Call the model in one thread at a time: put one threading.Lock around all its forward "
+            "passes."
         )
 
     def abandon(self) -> None:
@@ -156,7 +157,7 @@ class RootForward:
 
     @contextmanager
     def weighing(self) -> Iterator[Kept]:
-        """Count the bytes that forwards in this context keep for the backward. Yields the counter."""
+        """Count the bytes of tensors that forwards in this context keep for the backward. Yields the counter."""
         self._saved.kept = kept = Kept()
         try:
             yield kept
@@ -165,7 +166,8 @@ class RootForward:
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
-        """In this context, allow forwards only in threads that are in `lane`. These forwards are training forwards."""
+        """In this context, allow forwards only in threads that are in the context `lane`. These forwards are training
+        forwards."""
         with self.coordinator.locked():
             self._require_no_other()
             if self._own.depth:
@@ -191,9 +193,9 @@ class RootForward:
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             raise ModelError(
                 "a transform of torch.func (grad, vmap, jacrev, jvp) calls an offloaded model, and hides which weights "
-                "the backward needs. For gradients of inputs use torch.autograd.grad(outputs, inputs) "
-                "or torch.autograd.functional "
-                "(jacobian, hvp); for gradients of single examples run one backward pass for each example."
+                "the backward needs. For gradients of inputs use torch.autograd.grad(outputs, inputs) or "
+                "torch.autograd.functional (jacobian, hvp); for gradients of single examples run one backward pass for "
+                "each example."
             )
         if self._own.depth:
             self.abandon()
@@ -253,9 +255,9 @@ class RootPostForward(Guard):
 
 
 def _was_taken_back(coordinator: Coordinator) -> bool:
-    """Return whether the model was taken back (reoffload.py).
+    """Return whether the model is no longer offloaded because it will be offloaded again (reoffload.py).
 
-    A call that is in progress when the model is taken back still runs the hooks.
+    A call that was in progress at that time still runs the hooks.
     """
     return coordinator.closed and coordinator not in registry.coordinators()
 
@@ -277,11 +279,10 @@ class UnitPreForward(Guard):
         if self._would_copy and torch.is_autocast_enabled(self._device_kind):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, "
-                "which would undo the offloading; autocast is on in the forward of "
-                f"{type(module).__name__}. Load the model "
-                "with dtype=torch.bfloat16, or call model.to(torch.bfloat16) before infinity.offload (under infinity "
-                "run: before its optimizer is made): infinity keeps an exact fp32 master, and autocast "
-                "then does nothing."
+                f"which would undo the offloading; autocast is on in the forward of {type(module).__name__}. Load the "
+                "model with dtype=torch.bfloat16, or call model.to(torch.bfloat16) before infinity.offload (under "
+                "infinity run: before its optimizer is made): infinity keeps an exact fp32 master, and autocast then "
+                "does nothing."
             )
         for position, index in enumerate(self._units):
             try:
@@ -290,7 +291,7 @@ class UnitPreForward(Guard):
                 for taken in self._units[:position]:
                     self._coordinator.end_use(taken)
                 raise
-        if in_backward():  # [Note: hooks and checkpointing]: there may be no post-hook that would release the units
+        if in_backward():  # no post-hook may run that would release the units ([Note: hooks and checkpointing])
             for index in self._units:
                 self._coordinator.end_use(index)
             return
@@ -301,8 +302,8 @@ class UnitPreForward(Guard):
 def _autocast_would_copy(module: nn.Module) -> bool:
     """Return whether most of a module's weights are fp32 weights of matrix products, which autocast copies.
 
-    A few such weights, for example those of PEFT adapters, do no harm among 16-bit weights. Autocast does not copy
-    embeddings and norms.
+    A few fp32 weights among 16-bit weights, for example the weights of PEFT adapters, do no harm. Autocast does not
+    copy embeddings and norms.
     """
     numel = dict.fromkeys((True, False), 0)
     for owner in module.modules():
@@ -317,7 +318,7 @@ class UnitPostForward(Guard):
     """Post-forward hook of a module that owns parameters: it releases the units, and sets hooks on the outputs.
 
     The hook on an output announces the backward of the units that made the output. An input that the module returns
-    unchanged gets no further hook: it announces only the backward of the units that made it.
+    unchanged gets no second hook: the module's units did not make this tensor.
     """
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...], root_forward: RootForward) -> None:
@@ -373,7 +374,7 @@ class UnitPostForward(Guard):
 _announcing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Outputs that announce a backward, with their versions at registration.
 
-An output changed in place has a different backward.
+If an output is changed in place afterwards, another backward has to be announced for it.
 """
 
 
@@ -395,7 +396,7 @@ class _Announce:
 
 
 class ParameterHooks(Guard):
-    """Hooks that move a parameter's gradient to host memory as soon as autograd has it."""
+    """Hooks that move a parameter's gradient to host memory as soon as autograd has computed the gradient."""
 
     def __init__(self, coordinator: Coordinator, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
         self._coordinator = coordinator
@@ -407,7 +408,7 @@ class ParameterHooks(Guard):
 
     @uninterruptible
     def before(self, gradient: torch.Tensor) -> None:
-        """Remove the gradient handle from .grad before autograd adds to .grad, and remember the handle."""
+        """Remove the gradient handle from `.grad` before autograd adds to `.grad`. The handle is remembered."""
         parameter = self._parameter
         self._ends.watch()
         before = parameter.grad
@@ -429,10 +430,10 @@ class ParameterHooks(Guard):
         self._coordinator.land_gradient(parameter, self._place, gradient, self._handle, accumulate=before is not None)
 
     def _require_as_it_came(self, before: GradientHandle) -> None:
-        """Raise ModelError if a backward pass adds to a gradient with a factor (clipping, unscaling) still to be
-        applied.
+        """Raise ModelError if a backward pass adds to a gradient that still has to be multiplied by a factor (of
+        clipping or unscaling).
 
-        The factor would be applied to the added part, too.
+        The part that the backward pass adds would be multiplied by the factor, too.
         """
         if before.factors == Factors():
             return

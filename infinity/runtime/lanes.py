@@ -1,8 +1,8 @@
 """Lanes: forwards of several micro-batches that take turns, each in a separate thread.
 
 A forward is a call of the user's code. Such a call can be suspended inside a module and continued later only if it runs
-in a separate thread, which waits in between. Only one lane runs at a time; the thread that resumes the lanes waits
-while a lane runs.
+in a separate thread. This thread waits while the call is suspended. Only one lane runs at a time, and the thread that
+resumes the lanes waits while a lane runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Lane:
     def resume(self) -> None:
         """Let the call run until it parks or ends.
 
-        Ctrl-C takes effect afterwards. Raises the error that the call raised.
+        A Ctrl-C in the meantime takes effect when this method returns. Raises the error that the call raised.
         """
         with interrupts_deferred():
             if self._thread is None:
@@ -73,7 +73,8 @@ class Lane:
             raise _Ended
 
     def end(self) -> None:
-        """Abandon the rest of the call, and wait until the call has ended. Ctrl-C takes effect afterwards."""
+        """Abandon the call, and wait until its thread has ended. A Ctrl-C in the meantime takes effect when this method
+        returns."""
         self._unwanted = True
         with interrupts_deferred():
             while self._thread is not None and not self.over:
@@ -98,7 +99,7 @@ class Lane:
 
 
 class Surroundings:
-    """Copy of torch's state of the thread that makes this object.
+    """Copy of the state that torch keeps for the thread that makes this object.
 
     The state consists of the gradient mode, autocast, the function and dispatch modes (a default device is such a mode)
     and the stream.
@@ -125,7 +126,7 @@ class Surroundings:
         with ExitStack() as entered:
             if self._accelerator is not None:
                 entered.enter_context(self._accelerator.on(self._stream))
-            functions, dispatches = (len(modes) for modes in _modes())  # number of modes that this thread has already
+            functions, dispatches = (len(modes) for modes in _modes())  # number of modes that this thread already has
             for mode in self._functions[functions:]:
                 torch._C._push_on_torch_function_stack(mode)
                 entered.callback(torch._C._pop_torch_function_stack)

@@ -2,8 +2,8 @@
 
 [Note: calls that die]
 torch runs one hook before a call and one hook after the call. An exception during the call, or Ctrl-C, skips the second
-hook. Anything that the first hook opened then belongs to a dead call: the frame of the call is on no thread's stack any
-more.
+hook. The call is then dead: its frame is no longer on the stack of any thread. Later code must close everything that
+the first hook opened for the call.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from collections.abc import Collection
 from types import FrameType
 
 _AROUND_HOOKS = ("infinity.", "torch._dynamo.")
-"""Modules whose frames may be between a hook and its caller: torch.compiler.disable wraps hooks."""
+"""Prefixes of the modules whose frames may be between a hook and its caller, because torch.compiler.disable wraps
+hooks."""
 
 
 class LiveCall:
-    """The innermost call outside of infinity that is in progress when this object is made.
+    """The innermost call of a function outside of infinity that is in progress when this object is made.
 
     Args:
-        beyond: names of functions that are skipped, too: the call is the innermost call around these functions.
+        beyond: names of functions that are skipped, too: the call of such a function does not count, but the call
+            around it does.
     """
 
     def __init__(self, beyond: Collection[str] = ()) -> None:

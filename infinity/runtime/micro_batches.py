@@ -1,4 +1,5 @@
-"""infinity.backward: the gradients of several micro-batches, with each unit's weights fetched once per direction.
+"""infinity.backward: the gradients of several micro-batches, for which each unit's weights are fetched once in the
+forward and once in the backward.
 
 [Note: the order of micro-batches]
 Ordinary accumulation runs one micro-batch after the other, and reads all weights for each micro-batch.
@@ -12,19 +13,19 @@ Each parameter's gradients arrive in the order of the micro-batches and are adde
 micro-batch draws the same random numbers in both orders (random_streams.py). Both orders therefore give the same bits,
 except for
 
-    a parameter that several stages use (tied weights)     autograd adds its pieces in its dtype; here they arrive
-                                                           separately, and are added in fp32
-    a tensor that several units are given (the output      its pieces are added for each unit first, and then in fp32
-    of an encoder)
-    units that some micro-batches skip                     a micro-batch may run other units in a stage that is not
-                                                           the stage of those units
+    a parameter that several stages use (tied weights)     in ordinary order, autograd adds the gradients of the stages
+                                                           in the parameter's dtype; here they are added in fp32
+    a tensor that is an input of several units (the        the gradients of each unit are added first, and their sums
+    output of an encoder)                                  are added in fp32
+    units that some micro-batches skip                     a micro-batch may run such a unit in another stage, so the
+                                                           gradients may be added in another order
 
-If the micro-batches go through the stages in several groups, the first two sums in this list are also made group by
-group.
+If the micro-batches go through the stages in several groups, the sums in the first two rows are made for each group
+first.
 
 To learn the stages, the first call computes an additional forward of the first micro-batch, before all other forwards.
-The additional forward has no effect on the result: a resumed run, which learns the stages again, ends in the same bits
-as a run that never stopped.
+The additional forward has no effect on the result. A resumed run learns the stages again, and still ends in the same
+bits as a run that never stopped.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ LossOf = Callable[[MicroBatch], torch.Tensor]
 def backward(
     model: nn.Module, loss_fn: LossOf[MicroBatch], micro_batches: Sequence[MicroBatch], *, vertical: bool = True
 ) -> list[torch.Tensor]:
-    """Compute the sum of the gradients of several micro-batches, as one backward pass for each would. No optimizer step
-    is made.
+    """Compute the sum of the gradients of several micro-batches. The result is the same as after one backward pass for
+    each micro-batch. No optimizer step is made.
 
         losses = infinity.backward(model, lambda batch: model(**batch).loss / len(batches), batches)
         optim.step()
@@ -73,14 +74,15 @@ def backward(
     activation checkpointing, they take as much memory as one batch of all micro-batches would take. With activation
     checkpointing, only the tensors between units are kept.
 
-    Each micro-batch draws its own random numbers (of torch, numpy and Python), and they are the same in either order.
-    The forwards run in threads, one at a time. To learn the order of the model's units, the first call computes an
-    additional forward of the first micro-batch; the first call after train() or eval() does so, too.
+    Each micro-batch draws its own random numbers (of torch, numpy and Python), which are the same in both orders. The
+    forwards run in threads, one at a time. To learn the order of the model's units, the first call computes an
+    additional forward of the first micro-batch. The first call after train() or eval() also computes an additional
+    forward.
 
     Args:
-        model: an offloaded model, or a module around one.
+        model: an offloaded model, or a module that contains an offloaded model.
         loss_fn: function that calls the model once with a micro-batch and returns the scalar to call `.backward()` on.
-            If the loss is to be divided by the number of micro-batches, or scaled, `loss_fn` must do so.
+            `loss_fn` must also divide the loss by the number of micro-batches, or scale it, if the training needs this.
         micro_batches: micro-batches, each of which is the argument of one call of `loss_fn`; they may differ in size.
         vertical: whether the micro-batches may go through the units together; False: ordinary accumulation, one
             micro-batch after the other.
@@ -92,7 +94,7 @@ def backward(
         ModelError: the model was never offloaded.
         ConfigError: there is no micro-batch; the loss function did not return a scalar tensor.
         others: errors that `loss_fn`, or a forward or backward pass of the model, raises. Some micro-batches may
-            already have added their gradients: call zero_grad() before training goes on.
+            already have added their gradients, so call zero_grad() before the next backward.
     """
     coordinator = registry.coordinator_of(model)
     if isinstance(micro_batches, Mapping | torch.Tensor) or not isinstance(micro_batches, Iterable):
@@ -101,7 +103,7 @@ def backward(
     if not micro_batches:
         raise ConfigError("infinity.backward needs at least one micro-batch, and the list is empty")
     offloaded = registry.model_of(coordinator)
-    assert offloaded is not None  # a part of `model`
+    assert offloaded is not None  # `offloaded` is a part of `model`
     return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
 
 
@@ -117,12 +119,12 @@ _known: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDict
 
 
 class MicroBatches:
-    """The backward of one offloaded model's micro-batches. This object does not keep the model alive.
+    """infinity.backward for one offloaded model. This object does not keep the model alive.
 
     Attributes:
         chain: the learned stages; None: nothing was learned yet, or the model cannot run vertically.
-        why_ordinary: reason why the micro-batches are computed one after the other; "" if they are not, or if nothing
-            was learned yet.
+        why_ordinary: reason why the micro-batches are computed one after the other; "" if they go through the stages
+            together, or if nothing was learned yet.
         fit: number of micro-batches that fit memory.device at a time, if each keeps as many bytes as the first
             micro-batch kept.
     """
@@ -175,7 +177,8 @@ class MicroBatches:
         return losses
 
     def _groups(self, chain: Chain, count: int) -> list[range]:
-        """Return ranges of micro-batches that go through the units together; memory.device limits their size."""
+        """Divide the micro-batches into groups that go through the units together. memory.device limits the size of a
+        group."""
         groups = -(-count // self.fit)
         if groups > 1 and self._said < count:
             self._said = count
@@ -228,7 +231,8 @@ class MicroBatches:
     def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
         """Learn the stages from a forward that has no effect on the result.
 
-        If the forward changes attributes of modules, learn from a second forward: some attributes are set only once.
+        If the forward changes attributes of modules, learn from a second forward, because some attributes are set only
+        once.
         """
         model, said = self._model(), self.why_ordinary
         assert model is not None
@@ -253,7 +257,8 @@ class MicroBatches:
     def _recorded(
         self, model: nn.Module, attributes: Attributes, forward: Callable[[], torch.Tensor]
     ) -> tuple[Chain | None, str]:
-        """Return the stages of a forward, and why micro-batches cannot go through these stages in turn; "" if they can.
+        """Return the stages of a forward, and the reason why micro-batches cannot go through these stages together; ""
+        if they can.
 
         Buffers that the forward changes are restored.
         """
@@ -274,8 +279,8 @@ class MicroBatches:
         return recorder.found(loss)
 
     def _agree(self, chain: Chain | None, why: str) -> None:
-        """Make all ranks choose alike: use the stages only if every rank can, and use the smallest `fit` of all
-        ranks."""
+        """Make the same choice on all ranks: use the stages only if every rank can use them, and use the smallest `fit`
+        of all ranks."""
         fit = max(self._room_bytes() // max(0 if chain is None else chain.kept_bytes, 1), 1)
         stages = None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
         told = self._coordinator.world.tell("the stages of the model", [why, stages, fit])
@@ -293,7 +298,6 @@ def _scalar(loss: object) -> torch.Tensor:
         return loss
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise ConfigError(
-        f"the loss function of infinity.backward returned {found}: it must return the "
-        "scalar tensor whose .backward() a "
-        "loop would call, such as model(**batch).loss"
+        f"the loss function of infinity.backward returned {found}: it must return the scalar tensor whose .backward() "
+        "a loop would call, such as model(**batch).loss"
     )

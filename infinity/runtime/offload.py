@@ -1,5 +1,5 @@
-"""infinity.offload: makes a model that trains from the store. The values come from a model in memory, or from a source
-of values for a model on the meta device."""
+"""infinity.offload: moves the weights of a model to their tiers and installs the hooks. The values come from a model in
+memory, or from a source of values for a model on the meta device."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ def offload(
 ) -> Model:
     """Move a model's weights and optimizer states to the tiers that the swap config names; change the model in place.
 
-    The training loop need not change, except that infinity.AdamW is the optimizer. Each unit's weights are fetched
+    The only change to the training loop is the optimizer, which becomes infinity.AdamW. Each unit's weights are fetched
     just before its forward and backward. The model gets a method `no_sync()` unless it already has one. A linear layer
     that does not fit memory.device is tiled (infinity.tile).
 
     Args:
         model: any module with weights in float32, bfloat16 or float16. The model may be on the meta device if `source`
-            is given. It may also come from load_pretrained(defer=True), and may have been changed or wrapped after
-            that.
+            is given. A model from load_pretrained(defer=True) may be changed or wrapped before this call.
         config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
         device: device on which the model computes; default: the current GPU, or the CPU if there is no GPU.
-        optimizer: the optimizer for whose states room is reserved: "adamw", "adam", "lion", "adagrad" or "sgd". Every
-            other optimizer can use the room that is reserved for AdamW, and leaves a part of it empty.
-        accumulation_steps: number of backward passes before each step; the optimizer must be given the same number. The
-            plan keeps as many gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a
-            step. With 1, gradients wait in 16 bits if this leaves more RAM to states. None: not known; in this case
-            gradients of further passes have precedence over states in RAM. A wrong number costs time, but changes no
+        optimizer: name of the optimizer, for whose states memory is reserved: "adamw", "adam", "lion", "adagrad" or
+            "sgd". The memory that is reserved for AdamW is enough for every other optimizer, but a part of this memory
+            then stays unused.
+        accumulation_steps: number of backward passes before each step; the optimizer needs the same argument. The plan
+            keeps as many gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step.
+            With 1, gradients are kept in 16 bits until the step if this leaves more RAM to states. None: the number is
+            not known, and gradients of further passes get RAM before states. A wrong number costs time, but changes no
             bit of the result.
         source: function that returns the value of a parameter, given its name; None: the model has the values.
         faults: transfers that must fail, for tests.
@@ -99,7 +99,7 @@ def offload(
 
 
 def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
-    """Offload a model as offload() does, with arguments that are already parsed into `terms`."""
+    """Do the work of offload(), with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
 
     def attempt() -> Model:
@@ -134,7 +134,7 @@ def _warn_of_changed_layout(model: nn.Module) -> None:
 
 
 def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
-    """Offload a model as offload_on() does, but never tile a layer."""
+    """Do the work of offload_on(), but never tile a layer."""
     with values_of(model) as values:
         readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
         if source is None and values.deferred:
@@ -145,7 +145,7 @@ def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
 
 
 def _nowhere(name: str) -> bool:
-    """Return False: no value is in memory."""
+    """Return False for every name, because no value is in memory."""
     return False
 
 
@@ -197,7 +197,7 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         registry.give_back_signals()
         raise
 
-    # the limits are not measured again, because memory that is free later may be meant for another model
+    # the limits are not measured again, because memory that becomes free later may be intended for another model
     limits = coordinator.plan.budgets.limits
     host = limits.host * limits.ranks
     memory = terms.config.memory.model_copy(
@@ -228,9 +228,8 @@ def _resizing(model: nn.Module) -> list[MethodHandle]:
 def _require_offloadable(model: nn.Module, terms: Terms) -> None:
     if registry.is_offloaded(model):
         raise ModelError(
-            "this model is offloaded already, or was until infinity.close(model), and does not "
-            "contain its values any more. Make "
-            "or load the model again, and offload the new one."
+            "this model is offloaded already, or was until infinity.close(model), and does not contain its values any "
+            "more. Make or load the model again, and offload the new one."
         )
     if terms.optimizer not in STORED:
         raise ConfigError(f"optimizer '{terms.optimizer}' is not known; use one of {', '.join(STORED)}")
@@ -249,20 +248,21 @@ def _require_offloadable(model: nn.Module, terms: Terms) -> None:
 
 
 def close(model: nn.Module, *, discard: bool = False) -> None:
-    """End offloading: wait for transfers in flight, finish the last commit and stop the threads. Idempotent.
+    """End offloading: wait for transfers in flight, finish the last commit and stop the threads. A second call does
+    nothing.
 
     The swap file is removed unless it has generations, from which the run can be resumed. The model cannot be used
     afterwards.
 
     Args:
         model: an offloaded model.
-        discard: whether the generations are removed, too, because the run will not be resumed. With several ranks, each
-            rank removes its own generations when all ranks have called this.
+        discard: whether the generations are removed, too; the run can then not be resumed. With several ranks, each
+            rank removes its own generations after all ranks have called this.
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: the last commit failed. With `discard`: existing checkpoint folders pin generations; in this case
-            the model was not closed.
+        InfinityError: the last commit failed. With `discard` also: existing checkpoint folders pin generations; the
+            model was not closed.
         PeerError: with `discard`, another rank did not call this. The model is closed, and the generations are not
             removed.
     """
@@ -293,7 +293,8 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters by placeholders on `device`, because autograd allows no later change of the device.
+    """Replace meta parameters by placeholders on `device`, because autograd does not allow a later change of a
+    parameter's device.
 
     Tied parameters stay tied.
     """
@@ -310,10 +311,11 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 class _WhereGraphsAreMade:
-    """Value of a transformers layer's `gradient_checkpointing`: true only while autograd records a graph.
+    """Object for the attribute `gradient_checkpointing` of transformers layers. It is true only while autograd records
+    a graph.
 
-    Without a graph there is nothing to recompute. But with a plain True, a layer in training mode would not use its
-    cache without a graph either, and `generate` would return other tokens.
+    Without a graph there is nothing to recompute. If the attribute were True, a layer in training mode would not use
+    its cache even without a graph, and `generate` would return other tokens.
     """
 
     def __bool__(self) -> bool:
@@ -336,7 +338,7 @@ def _recompute(model: Any) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to the device, where they stay."""
+    """Move all buffers to the device. Buffers are not offloaded."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -346,7 +348,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _install(
     model: nn.Module, found: DiscoveredUnits, coordinator: Coordinator, structure: Structure
 ) -> tuple[list[RemovableHandle], list[Handle]]:
-    """Install the hooks on parameters and on modules. Return the handles of both."""
+    """Install the hooks on parameters and on modules. Return the handles of the parameters' hooks and of the modules'
+    hooks."""
     ends = BackwardEnds(coordinator)
     root_forward = RootForward(coordinator, structure, ends)
     on_parameters = [watch_parametrizations(coordinator)]
@@ -355,7 +358,8 @@ def _install(
         on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
         leave = UnitPostForward(coordinator, site.units, root_forward)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-    # The root candidates' hooks run before and after the sites' hooks, because a module may be both.
+    # The root candidates' pre-hooks run before the sites' pre-hooks, and their post-hooks run after the sites'
+    # post-hooks, because a module may be both a root candidate and a site.
     for module in found.root_candidates:
         on_modules.append(module.register_forward_pre_hook(RootPreForward(root_forward), prepend=True))
         on_modules.append(module.register_forward_hook(RootPostForward(root_forward), always_call=True))

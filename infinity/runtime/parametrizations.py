@@ -1,4 +1,5 @@
-"""Parametrizations that are registered during a forward or backward pass, as PEFT does around a stack of experts.
+"""Parametrizations that are registered during a forward or backward pass. PEFT registers such parametrizations for a
+stack of experts.
 
 torch.nn.utils.parametrize registers a parametrization with `original.set_(original)`: the parameter's version counter
 increases by one, and its values do not change. After that, torch registers the parameter in a ParametrizationList and
@@ -17,7 +18,7 @@ from infinity.coordinator.coordinator import Coordinator
 
 
 class _Registered:
-    """Hook on every registration of a parameter in this process."""
+    """Hook that torch calls for every registration of a parameter in this process."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

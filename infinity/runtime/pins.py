@@ -19,23 +19,23 @@ from infinity.sharded.rank_agreement import meeting
 def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None) -> int:
     """Make a generation of the current states (infinity.commit) and pin the generation for a checkpoint folder.
 
-    The generation stays until the folder is unpinned. A marker, infinity.json, is written to the folder; a later
-    process finds the generation by the marker. A generation that the folder pinned before is unpinned. If several ranks
-    train the model, all ranks must call this, with a folder that all ranks can access.
+    The generation is kept until the folder is unpinned. A file infinity.json, the marker, is written to the folder; a
+    later process reads the marker to find the generation. A generation that the folder pinned before is unpinned. If
+    several ranks train the model, all ranks must call this, with a folder that all ranks can access.
 
-    Call this after all other files of the folder are written: until then the folder has no marker and does not look
-    resumable.
+    Call this after all other files of the folder are written. A folder without a marker does not look resumable.
 
     Args:
         model: an offloaded model.
         folder: the checkpoint folder; it is created if it does not exist.
-        into: directory that has the folder's files at present, if this directory is renamed to `folder` later.
+        into: directory that has the folder's files now and is renamed to `folder` later; None: the files are in
+            `folder`.
 
     Returns:
         The step of the generation.
 
     Raises:
-        PlanError: the config's number of `pins` is used up; nothing was written.
+        PlanError: there are already as many pinned generations as `pins` in the config allows; nothing was written.
         ConfigError: the model was offloaded with commit_every: 0.
         InfinityError: the generation or the marker could not be written; the folder does not look resumable.
     """
@@ -44,7 +44,7 @@ def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None)
 
 
 def unpin(model: nn.Module, folder: str | Path) -> None:
-    """Unpin the generation of a checkpoint folder, durably.
+    """Unpin the generation of a checkpoint folder. The change is durable when this function returns.
 
     The marker is removed first, if the folder exists. Nothing is done for a folder that pins no generation. If several
     ranks train the model, one rank may call this alone: the other ranks unpin their generations when they pin the next
@@ -75,8 +75,8 @@ def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | S
             directories.
 
     Raises:
-        ResumeError: the folder has no marker; the swap directory has another run or none; or the generation is gone.
-            The message says what to do.
+        ResumeError: the folder has no marker; the swap directory has another run or none; or the generation no longer
+            exists. The message says what to do.
         PeerError: another rank failed.
     """
     resolved = load_config(config)

@@ -18,8 +18,9 @@ _States = tuple[list[torch.Tensor], Any, Any]
 class RandomStreams:
     """Random streams of several micro-batches (see the module's docstring).
 
-    The seed of each stream is one number that is drawn from torch's CPU generator. After the micro-batches, this
-    generator continues behind these seeds; the other generators continue as if no micro-batch had drawn from them.
+    The seed of each stream is one number that is drawn from torch's CPU generator. After the micro-batches, torch's CPU
+    generator is in the state that it had after the seeds were drawn. The other generators continue as if no micro-batch
+    had drawn from them.
 
     Args:
         device: the device that the model computes on.
@@ -43,8 +44,8 @@ class RandomStreams:
 
     @contextmanager
     def unchanged(self, index: int) -> Iterator[None]:
-        """Draw from the streams of a micro-batch as in `of`, and afterwards reset the streams to their states
-        before."""
+        """In this context, draw from the streams of a micro-batch. At the end, reset the streams to their states at the
+        beginning."""
         before = self._states[index]
         with self.of(index):
             yield

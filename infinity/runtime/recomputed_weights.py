@@ -2,19 +2,19 @@
 
 [Note: recomputed weights]
 A checkpoint around several blocks recomputes all of its blocks before the backward of the last block. The pair of hooks
-around the forward (saved_tensors.py) does not apply to the recomputation, because the pair was popped when the forward
-ended. Without further measures, views of every block's slot would be kept,
+around the forward (saved_tensors.py) does not apply to the recomputation, because the pair was removed when the forward
+ended. Without the hooks of this module, views of every block's slot would be kept,
 
     non-reentrant   by the checkpoint, whose own pair of hooks keeps the tensors that the recomputation saves
     reentrant       by the graph of the recomputation, which has no hooks
 
 and no slot would be free for another unit until the backward of the checkpoint is over. A non-reentrant checkpoint
-therefore keeps a `_ViewStandIn` of the same shape, dtype and device in place of each view, and autograd gets the view
-when it needs it. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. In both cases the unit is
-fetched again for its backward.
+therefore keeps a `_ViewStandIn` of the same shape, dtype and device in place of each view. When autograd needs the
+view, the view is made again. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. In both cases
+the unit is fetched again for its backward.
 
 torch has no official extension point for this, so classes of torch are replaced while an offloaded model exists.
-Tensors that are not views of a slot are saved as without infinity.
+Tensors that are not views of a slot are saved in the same way as without infinity.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _known: tuple[weakref.ref[SavedTensors], ...] = ()
 
 
 class _ViewStandIn(torch.Tensor):
-    """Stand-in for a view of a unit's weights, without the weights.
+    """Placeholder for a view of a unit's weights. It does not keep the weights in memory.
 
     Attributes:
-        saved, weight: the hooks that packed the view, and the packed view.
+        saved, weight: the saved-tensor hooks, and the view in the form in which they packed it.
     """
 
     saved: SavedTensors
     weight: SavedWeight
 
     def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _ViewStandIn:
-        # this calls no operation, because a mode would see an operation
+        # _make_wrapper_subclass is not an operation: a torch-function mode would see an operation
         later: _ViewStandIn = torch.Tensor._make_wrapper_subclass(
             cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
         )
@@ -56,7 +56,7 @@ class _ViewStandIn(torch.Tensor):
         return later
 
     def view_of_now(self) -> torch.Tensor:
-        """Return the view for which this object stands, as a view of the unit's current slot."""
+        """Return the view that this object replaces, as a view of the unit's current slot."""
         return self.saved.unpack(self.weight)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -67,8 +67,8 @@ class _ViewStandIn(torch.Tensor):
     ) -> Any:
         """Run the operation on the views.
 
-        This is for a checkpoint whose forward began before any model was offloaded: such a checkpoint does not replace
-        stand-ins by views.
+        A checkpoint whose forward began before any model was offloaded does not replace stand-ins by views, so autograd
+        may compute with a stand-in.
         """
         args, kwargs = tree_map_only(_ViewStandIn, _ViewStandIn.view_of_now, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -88,7 +88,7 @@ class _RecomputationHook(checkpoint._recomputation_hook):
 
 
 def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Pack a tensor, or its stand-in if it is a view of weights."""
+    """Pack a tensor. For a view of weights, pack its stand-in."""
     for of in _known:
         saved = of()
         weight = None if saved is None else saved.pack_weight(tensor)

@@ -3,12 +3,12 @@
 [Note: where the values come from]
 Attaching adapters, freezing or unfreezing parameters and resizing the embeddings make a new plan necessary. The new
 plan cannot use the old store, and the disk may have no room for two stores. The values are therefore read again from
-the files from which they were loaded, if these files are unchanged. If memory.host has room, all other values are
-first copied to RAM, in the full precision of their masters:
+the files from which they were loaded, if these files are unchanged. These other values are copied to RAM before the old
+store is removed, in the full precision of their masters; memory.host must have room for them:
 
 * the parameters of a model that was in memory when it was offloaded;
 * parameters that transformers converted when it loaded them;
-* parameters that were changed in infinity.gathered(write=True) since.
+* parameters that were changed in infinity.gathered(write=True) after the model was offloaded.
 
 Until the model is offloaded again, the copies take memory in addition to the plan's memory. New parameters are already
 in memory.
@@ -50,12 +50,13 @@ _readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Reader]] = weakref.W
 
 
 def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Remember how to read a model's initial values again, by parameter name, while the model is offloaded."""
+    """Remember the readers of a model's initial values, by parameter name, while the model is offloaded."""
     _readers[model] = readers
 
 
 def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the loaded value of a frozen parameter, if its file is unchanged and the parameter was not written to.
+    """Return the value of a frozen parameter as it was loaded, if its file is unchanged and the parameter was not
+    written to.
 
     Otherwise return the present value of the parameter, which must be in memory.
     """
@@ -70,15 +71,16 @@ def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
 
 
 def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
-    """Make an offloaded model deferred again, including all modules and parameters that were added to it since.
+    """Defer all parameters of an offloaded model again, including parameters that were added after the model was
+    offloaded.
 
     Args:
         model: an offloaded model that was not trained.
         require_possible: function that raises if the model cannot be offloaded again.
 
     Raises:
-        TooLateError: the model was trained; or values that are in no file are too large for memory.host. Nothing was
-            changed.
+        TooLateError: the model was trained; or the values that can be read from no file are too large for memory.host.
+            Nothing was changed.
         others: errors of `require_possible`. Nothing was changed.
         SwapIOError: the store could not be read. Nothing was changed.
     """
@@ -94,7 +96,8 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
 
 
 def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
-    """Close the coordinator and defer the parameters in `values`. Other parameters no longer belong to the model."""
+    """Close the coordinator, and defer the parameters whose names are in `values`. All other parameters are no longer
+    in the model."""
     try:
         coordinator.supersede()
         coordinator.close(discard=True)
@@ -131,13 +134,13 @@ def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
     why = coordinator.why_not_reoffload()
     if why:
         raise TooLateError(
-            f"this {type(model).__name__} was changed after it was offloaded, and cannot be "
-            f"offloaded again: {why}. {_WAY_OUT}"
+            f"this {type(model).__name__} was changed after it was offloaded, and cannot be offloaded again: {why}. "
+            f"{_WAY_OUT}"
         )
 
 
 def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
-    """Return the values, or their readers, of the offloaded parameters that the model still has, by name."""
+    """Return the value or the reader of each offloaded parameter that the model still has, by name."""
     same = _Unchanged()
     known = {name: reader for name, reader in _readers.get(model, {}).items() if name not in coordinator.rewritten}
     there = {id(parameter) for parameter in model.parameters()}
@@ -149,14 +152,14 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
         raise TooLateError(
             f"this {type(model).__name__} was changed after it was offloaded, and its values cannot be read again from "
             f"files. To offload it again takes {format_bytes(nbytes)} of RAM, and memory.host is "
-            f"{format_bytes(limit)}: raise "
-            f"memory.host to the former. Or: {_WAY_OUT}"
+            f"{format_bytes(limit)}: raise memory.host to the former. Or: {_WAY_OUT}"
         )
     return values | {place.spec.name: exact_value(coordinator, place) for place in nowhere}
 
 
 class _Unchanged:
-    """Test whether the files of a value are unchanged since they were first read. Each source is checked only once."""
+    """Function that returns whether the files of a value are unchanged since they were first read. Each source is
+    checked only once."""
 
     def __init__(self) -> None:
         self._asked: dict[int, bool] = {}

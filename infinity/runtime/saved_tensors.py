@@ -4,10 +4,10 @@
 A saved view of a unit's weights must not keep the slot occupied from forward to backward, and must not be read after
 another unit has got the slot. Therefore one pair of hooks around the outermost forward packs such a view as (unit,
 version, dtype, size, stride, offset). When the backward needs the view, the view is made again from the unit's current
-slot. Any other tensor is packed as the detached tensor and its version, because autograd's own check for in-place
-changes is off if hooks are installed. Unpacking raises for a view that was packed before an update of the unit
-(units/fetcher.py increases the version; tests/runtime/test_errors.py). Never install one pair per unit: an inner pair
-hides the outer pair, and also the pair of torch.utils.checkpoint.
+slot. Any other tensor is packed as the detached tensor and its version, because autograd does not check for in-place
+changes while saved-tensor hooks are installed. An update of a unit increases the unit's version (units/fetcher.py), and
+unpacking raises for a view of an earlier version (tests/runtime/test_errors.py). Never install one pair for each unit,
+because an inner pair hides the outer pair and the pair of torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.units.released_parameters import USE_GATHERED
 
 
 class _Graph:
-    """Token to which all tensors saved by one forward refer: the token is alive as long as a backward is possible."""
+    """Token to which all tensors that one forward saved refer. The token is alive as long as a backward is possible."""
 
     __slots__ = ("__weakref__",)
 
@@ -66,7 +66,7 @@ def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def is_hooked() -> bool:
     """Return whether this thread is in a context of saved-tensor hooks.
 
-    Always False before torch 2.8, which cannot tell.
+    Before torch 2.8 the result is always False, because torch has no function for this.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
@@ -97,7 +97,7 @@ class SavedTensors:
         }
 
     def forward_begins(self) -> Callable[[], object]:
-        """Begin a new graph for tensors that are saved from now on.
+        """Begin a new graph, to which all tensors belong that are saved from now on.
 
         Returns a function that returns None as soon as no tensor of the graph is kept.
         """
@@ -118,7 +118,8 @@ class SavedTensors:
         return self._graph, tensor.detach(), tensor._version
 
     def pack_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """Pack a view of a unit's weights. Return None for other tensors and for views that a tuple cannot describe."""
+        """Pack a view of a unit's weights. Return None for other tensors, and for views that a SavedWeight cannot
+        describe."""
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata

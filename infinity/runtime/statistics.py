@@ -1,4 +1,4 @@
-"""Counters of a run: bytes from the engine, times from the coordinator."""
+"""Counters of a run. The I/O engine counts bytes, and the coordinator measures times."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ class Statistics:
     """Counters since infinity.offload.
 
     Attributes:
-        numel, trainable_numel: number of parameters; with several ranks, of the parameters in this rank's slices. All
-            numbers of bytes are this rank's, too.
+        numel, trainable_numel: number of parameters. With several ranks, these numbers and all numbers of bytes count
+            only this rank's slices.
         state_bytes: bytes of weights, residuals and moments together, in any tier.
         read_bytes, written_bytes: bytes that the engine read from and wrote to the store.
         weight_bytes_read: bytes of weights that were read for forward and backward, a part of read_bytes.
         io_busy_s: time with at least one transfer in flight.
         stall_s: time in which the compute thread did not compute, by cause (base/timeline.py: Cause).
-        fetch_wait_s: part of stall_s: waiting for weights or for room for them (fetch, room).
+        fetch_wait_s: part of stall_s: waiting for weights, or for memory for weights (fetch, room).
         gradient_s: part of stall_s: landing gradients in host memory (gradient).
         update_s: part of stall_s: inside optim.step, and waiting for updates (step, update).
-        device_idle_s: time in which a GPU had no work because it waited for weights or for optimizer.step, by the GPU's
-            clock; 0 on the CPU, where `stall_s` is this time.
+        device_idle_s: time in which a GPU had no work because it waited for weights or for optimizer.step, measured by
+            the GPU's clock; 0 on the CPU, for which `stall_s` is the corresponding time.
         adam_s: time of the updates' arithmetic, on the threads of the updates.
         steps: number of optimizer steps, including skipped steps and steps before a resume.
-        updates: numbers of unit updates: speculative and applied, speculative and undone, begun with the step.
+        updates: numbers of three kinds of unit updates: speculative and applied, speculative and undone, begun with the
+            step.
         committed: the step of the newest durable generation; None if there is none.
-        cached_bytes, cached_weight_bytes: bytes of optimizer states and of weights that rest in RAM.
+        cached_bytes, cached_weight_bytes: bytes of optimizer states, and of weights, whose home is RAM.
         arena_bytes, slot_bytes: bytes of the arena (the only pinned allocation), and of the memory for fetched weights.
         engine: kind of I/O engine: io_uring or threads.
         device: type of the device on which the model computes: cpu or cuda.
@@ -105,5 +106,5 @@ def statistics(model: nn.Module) -> Statistics:
 
 
 def trained_of(trained: int, numel: int) -> str:
-    """Return words for the trained part of a model: '1,440,000 of 98,937,600 parameters'."""
+    """Format the trained part of a model for messages: '1,440,000 of 98,937,600 parameters'."""
     return f"{trained:,} of {numel:,} parameters"

@@ -6,14 +6,14 @@ runs, the other tiles may be in the store (ZeRO-Infinity, arXiv 2104.07857, sect
 the tiles are the output of the layer.
 
 The gradient of the input is the sum of the tiles' contributions. The contributions are added in fp32, and the sum is
-rounded once, as one matrix product would be. No contribution has to wait in memory for the other contributions. For
-this purpose the tiles pass on a carrier: a tensor with the input's shape but without memory. In the backward, the
-gradient of the carrier is the sum so far:
+rounded once, like the result of one matrix product. To add each contribution as soon as it is computed, each tile
+passes a carrier to the next tile: a tensor with the input's shape but without memory. In the backward, the gradient of
+the carrier is the sum so far:
 
     input ──▶ _Begin ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ + tile 0
     input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
 
-The outputs of the other tiles are an input of the last tile, so that the tiles form a chain (chain.py).
+The outputs of all other tiles are inputs of the last tile, so that the tiles form a chain (chain.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WIDE_BYTES = 16 << 20
 
 _KEYS = ("weight", "bias")
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that layers had before they were tiled; no module may have them any more.
+"""Parameters that layers had before the layers were tiled. No module may have such a parameter any more.
 
 The value is a description of the parameter and references to the parameters of the tiles.
 """
@@ -60,9 +60,9 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     infinity.offload tiles a layer by itself if memory.device has no room for the layer. A run that is resumed, or that
     continues from its portable copy, has the same tiles as before.
 
-    The tiled layer has the same outputs as the layer before. The gradient of the layer's input is the sum over the
+    The tiled layer has the same outputs as the original layer. The gradient of the layer's input is the sum over the
     tiles, in fp32 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and
-    portable copies have the whole weight under the layer's name; `model.named_parameters()` has the weight of each
+    portable copies have the whole weight under the layer's name. `model.named_parameters()` has the weight of each
     tile.
 
     Args:
@@ -115,21 +115,21 @@ class _ReplacedParameter(nn.Parameter):
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
         raise ModelError(
-            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, because "
-            "memory.device has no room for "
-            "it: the gradient is in the tiles. Take model.parameters() again, after the optimizer is made."
+            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, because memory.device has no "
+            "room for it: the gradient is in the tiles. Take model.parameters() again, after the optimizer is made."
         )
 
 
 def in_tiles(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """Return the tiles' parameters for a parameter whose layer was tiled; for any other parameter, the parameter
-    itself."""
+    """Return the parameters of the tiles if the parameter's layer was tiled. For any other parameter, return the
+    parameter itself."""
     found = _cut.get(parameter)
     return [parameter] if found is None else [part for each in found[1] if (part := each()) is not None]
 
 
 def why_not(module: nn.Module) -> str:
-    """Return why a module cannot be tiled, as far as this does not depend on the model; "" if it can be tiled."""
+    """Return the reason why a module cannot be tiled; "" if it can be tiled. Only the module is checked, not the model
+    around it."""
     if isinstance(module, TiledLinear):
         return "this layer is in tiles already"
     if type(module) is not nn.Linear:
@@ -142,12 +142,13 @@ def why_not(module: nn.Module) -> str:
     others = module._parameters.keys() - set(_KEYS)
     if others:
         return f"this layer has an added parameter '{min(others)}': tile the layer before it is added"
-    # accelerate, which loads models to the meta device, leaves a layer's own forward as an attribute of the layer.
+    # When accelerate loads a model to the meta device, it sets a layer's own forward as an attribute of the layer,
+    # which is not a replacement.
     forward = vars(module).get("forward", module.forward)
     if getattr(forward, "__func__", None) is not nn.Linear.forward:
         return (
-            "the forward of this layer was replaced (for example by "
-            "infinity.use_chunked_loss): tile the layer before that"
+            "the forward of this layer was replaced (for example by infinity.use_chunked_loss): tile the layer before "
+            "that"
         )
     return ""
 
@@ -179,11 +180,11 @@ def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end:
 def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     """Tile the layers of a model in the same way as in an earlier run.
 
-    Layers of the run that do not match the model are skipped.
+    Layers of the earlier run that do not match the model are skipped.
 
     Args:
         model: the model whose layers are tiled in place.
-        shapes: shapes of the run's parameters, by name.
+        shapes: shapes of the earlier run's parameters, by name.
     """
     wholes = Counter(place.whole for place in rows_of(shapes).values())
     modules = dict(model.named_modules())
@@ -205,7 +206,7 @@ def require_untied(model: nn.Module) -> None:
 
 
 def by_rows(model: nn.Module, source: Source) -> Source:
-    """Return a source of values for a model with tiles, given a source of whole parameters.
+    """Return a source of the values of a model's tiles, given a source of whole parameters.
 
     The returned source does not keep the model alive.
     """
@@ -258,7 +259,7 @@ class RowTile(Tile):
         Args:
             given: the layer's input, [..., in_features].
             carrier: see [Note: how a tiled layer computes]; None: the input needs no gradient.
-            before: outputs of the other tiles; given to the last tile only.
+            before: outputs of all other tiles, for the last tile; None for the other tiles.
 
         Returns:
             The tile's output and the carrier; the last tile returns the layer's output.
@@ -272,8 +273,8 @@ class RowTile(Tile):
 class TiledLinear(nn.Linear):
     """A linear layer in tiles, which infinity.tile makes from a torch.nn.Linear.
 
-    The attributes `weight` and `bias` are whole tensors for reading. To change the layer, change the parameters of the
-    tiles.
+    The attributes `weight` and `bias` are whole tensors, which are only for reading. To change the layer, change the
+    parameters of the tiles.
     """
 
     @property
@@ -325,9 +326,9 @@ class _Whole(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, _Whole) and _changes(name):
             raise ModelError(
-                f"`{name}` of a parameter of a layer in tiles, which is a temporary copy for reading: "
-                "change the parameters of the "
-                "tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with layer.requires_grad_(False)"
+                f"`{name}` of a parameter of a layer in tiles, which is a temporary copy for reading: change the "
+                "parameters of the tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with "
+                "layer.requires_grad_(False)"
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
@@ -351,7 +352,8 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Begin(torch.autograd.Function):
-    """Start of the carrier, before the first tile. The carrier's gradient becomes the gradient of the input."""
+    """Function that makes the carrier before the first tile. In the backward, the carrier's gradient becomes the
+    gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -366,7 +368,8 @@ class _Begin(torch.autograd.Function):
 
 
 class _InputGradient(torch.autograd.Function):
-    """Addition of a tile's part of the input's gradient to the carrier's gradient; not the weight's gradient.
+    """Function whose backward adds a tile's part of the input's gradient to the carrier's gradient. It does not compute
+    the weight's gradient.
 
     The backward reads the weight from the tile. If the weight were saved for the backward, recomputation
     (torch.utils.checkpoint) would need the weights of all tiles of a block at the same time.

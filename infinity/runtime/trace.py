@@ -1,11 +1,12 @@
 """infinity.trace: a timeline of a model for Perfetto: compute, fetch, gradient, update, read, write.
 
 [Note: what is in a trace]
-Compute, fetches, gradients and stalls come from the coordinator's timeline; tiles from the update pipeline; reads and
-writes from the engine. A request is one event, drawn from the moment when the device got the request to its completion.
-A request that ended while the trace was open is included; a request that was still in flight at the end is not
-included. A transfer has the unit and state of the extent in which the transfer begins. The transfer's step is the step
-of its update; a transfer that belongs to no update has the step that was running.
+Compute, fetches, gradients and stalls come from the coordinator's timeline. Tiles come from the threads of the updates,
+and reads and writes from the I/O engine. A read or write request is one event, drawn from the moment when the device
+got the request to its completion. A request that ended while the trace was open is included. A request that was still
+in flight at the end is not included. A transfer is shown with the unit and state of the extent in which the transfer
+begins. The transfer is shown with the step of its update; if it belongs to no update, it is shown with the step that
+was running.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     Open the file in https://ui.perfetto.dev or chrome://tracing. The trace has rows for steps, compute (forward and
     backward of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and
     states. Every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model
-    makes thousands of events of about 250 bytes, so trace a few steps only. Memory for events is bounded. If events do
-    not fit, a warning and the file ("otherData") give their number.
+    makes thousands of events of about 250 bytes, so trace a few steps only. Memory for events is bounded. If some
+    events do not fit, a warning and the field "otherData" of the file give the number of missing events.
 
     Args:
         model: an offloaded model.
@@ -60,7 +61,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     coordinator.timeline.record()
     logs = coordinator.native_logs()
     for log in logs:
-        log.take_trace()  # this drops events that ended after an earlier trace was written
+        log.take_trace()  # discard events that ended after an earlier trace was written
         log.trace(True)
     try:
         yield

@@ -12,7 +12,7 @@ from infinity.errors import ModelError
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
-    """Keep the states of these objects in every generation; in a resumed run, restore these states.
+    """Save the states of these objects in every generation. In a resumed run, also restore these states.
 
     Call this when all objects are made, before the first step:
 
@@ -20,18 +20,18 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         done = infinity.track(scheduler, loader)
         for step in range(done, steps): ...
 
-    Optimizers need not be tracked: generations keep their steps anyway. In a resumed run this call restores the
-    learning rates and other hyperparameters of the optimizers, as torch's load_state_dict does. If a loader is tracked,
-    a commit keeps everything as it was when the loop requested the next batch from the loader
-    (durable/tracked_objects.py). Without a tracked loader, a commit keeps the random-number states as they were when
-    the step ended, and everything else as it was when the next training forward began. If this does not suit a loop,
-    the loop can call infinity.commit.
+    Optimizers need not be tracked, because generations always contain their step counts. In a resumed run this call
+    also restores the learning rates and other hyperparameters of the optimizers, as torch's load_state_dict does. If a
+    loader is tracked, a commit saves the states at the time when the loop requests the next batch from the loader
+    (durable/tracked_objects.py). Without a tracked loader, a commit saves the random-number states at the end of the
+    step, and all other states at the time when the next training forward begins. If a loop needs another time, the loop
+    can call infinity.commit.
 
     Args:
-        objects: objects with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts,
-            bytes, tensors and numpy arrays. An object is identified by its class and its position among the objects of
-            this class.
-        named: further such objects; each is identified by its keyword.
+        objects: objects with state_dict and load_state_dict. The values in a state_dict must be numbers, strings,
+            lists, tuples, dicts, bytes, tensors or numpy arrays. An object is identified by its class and its position
+            among the objects of this class.
+        named: further objects; each is identified by its keyword.
         model: the offloaded model; required only if there are several offloaded models.
 
     Returns:
@@ -46,15 +46,16 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
 
 
 def commit(model: nn.Module) -> None:
-    """Make a generation of the current states, which is durable when this function returns.
+    """Make a generation of the current states. The generation is durable when this function returns.
 
-    With commit_every, commits happen automatically. Call this function at the end of an iteration that does more than
-    optimizer and scheduler steps, such as an evaluation that draws random numbers, or several batches from a tracked
-    loader. Also call it for a commit between two automatic commits.
+    Commits also happen automatically, after every commit_every steps. Call this function at the end of an iteration
+    that does more than optimizer and scheduler steps, such as an evaluation that draws random numbers, or several
+    batches from a tracked loader. Also call this function for a commit between two automatic commits.
 
     Raises:
-        ConfigError: the run keeps no generations: commit_every is 0, or auto found no room for them.
-        InfinityError: the generation could not be made; the run can be resumed from the generation before.
+        ConfigError: the run keeps no generations, because commit_every is 0, or because commit_every is auto and there
+            is no room for generations.
+        InfinityError: the generation could not be made. The run can be resumed from the generation before.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
@@ -62,7 +63,7 @@ def commit(model: nn.Module) -> None:
 
 
 def finish_commit(model: nn.Module) -> None:
-    """Finish a commit in progress now, at the end of the iteration, instead of before the next training forward.
+    """Finish a commit that is in progress. Without this call, the next training forward would finish the commit.
 
     Raises:
         InfinityError: the generation could not be made.

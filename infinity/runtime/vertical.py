@@ -19,10 +19,10 @@ from infinity.runtime.random_streams import RandomStreams
 
 
 class _Forward(Forward):
-    """The forward of one micro-batch in a lane; the forward waits at the beginning of each stage.
+    """The forward of one micro-batch in a lane. The forward waits at the beginning of each stage until it is resumed.
 
     Attributes:
-        loss: the loss that the forward computed; detached when the forward has ended.
+        loss: the loss that the forward computed; it is detached as soon as the forward has ended.
     """
 
     loss: torch.Tensor
@@ -109,7 +109,7 @@ class Vertical:
                 if any(forward.tape.waits(stage) for forward in forwards):
                     self.keep(stage)
                 for index, forward in numbered:
-                    # this runs the forward of the last stage; all other stages have run
+                    # in the last stage this runs the forward; the forwards of all other stages have already run
                     self._resume(stage, index, forward)
                     self._backward(stage, index, forward)
                 self._give_back()
@@ -132,8 +132,8 @@ class Vertical:
         return next(stage for stage in range(-1, len(self.chain.stages)) if unit in self.chain.units_of(stage))
 
     def keep(self, stage: int) -> None:
-        """Keep the fetched unit of a stage on the device until all micro-batches have passed, if the stage has only one
-        such unit."""
+        """If only one unit of a stage is fetched, keep this unit on the device until all micro-batches have passed the
+        stage."""
         units = [index for index in self.chain.units_of(stage) if index not in self._coordinator.staying]
         if len(units) == 1 and not self._kept:
             self._coordinator.begin_use(units[0])

@@ -1,8 +1,8 @@
-"""Fetches and evictions when every fetch is a collective.
+"""Rules for fetches and evictions of ranks for which every fetch is a collective.
 
-The decisions follow from the visits only, so that all ranks begin the same fetches in the same order ([Note: gathering]
-in gathered_slots.py). The progress of updates and the references to a slot may differ between ranks, so the decisions
-use neither.
+All ranks must begin the same fetches in the same order ([Note: gathering] in gathered_slots.py). The decisions
+therefore depend only on the order in which the units were used, which is the same on all ranks. They do not depend on
+the progress of updates or on the references to a slot, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ class AgreedFetchRules:
     """Fetch rules of ranks that fetch their units together (FetchRules).
 
     Args:
-        slot_bytes: planned bytes of all slots together.
+        slot_bytes: the plan's bytes for all slots together.
     """
 
     rearranges = False
-    keeps_slots = False  # an update may concern only the slices of other ranks
+    keeps_slots = False  # an update may change only the slices of other ranks
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
 
     def may_prefetch(self, unit: OffloadedUnit) -> bool:
-        """Return True: the thread of the exchange waits for the unit's update."""
+        """Return True, because the thread of the exchange waits for the unit's update."""
         return True
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """Return whether the bytes of the units fit into the planned bytes. The free memory has no influence."""
+        """Return whether the bytes of the units fit into the planned bytes. The result does not depend on the free
+        memory."""
         taken = sum(other.full.weight_bytes for other in present)
         return taken + unit.full.weight_bytes <= self._slot_bytes
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        """Return whether the unit may be evicted. All ranks agree: they save the same parameters for backward."""
+        """Return whether the unit may be evicted. The result is the same on all ranks, because they save the same
+        parameters for the backward."""
         fetching = unit.weights.residency is Residency.FETCHING
         return not (prefetch and fetching) and not unit.views.saved_by_autograd()

@@ -1,17 +1,17 @@
-"""Weights that are gathered from the slices of all ranks for each use, in host memory.
+"""Slots in host memory whose weights are gathered from the slices of all ranks for each use.
 
 [Note: gathering]
-A fetch is a collective: every rank begins the same fetches in the same order, independent of its free memory and of the
-progress of its updates. So a fetch never waits for memory. When outstanding views keep the memory of a released slot,
-the next slot temporarily takes extra memory. A fetch may depend on work of this rank: the update of its slice, or the
-read of the slice. The thread of the exchange waits for this work.
+A fetch is a collective. Every rank begins the same fetches in the same order, independently of its free memory and of
+the progress of its updates. A fetch therefore never waits for memory. If views keep the memory of a released slot in
+use, the next slot temporarily takes additional memory. A fetch may have to wait for the update of this rank's slice, or
+for the read of the slice. The thread of the exchange does this waiting.
 
 [Note: the secondary partition]
-Weights may be gathered over a group G of ranks that is smaller than the group W over which states are sharded. In that
-case each rank keeps in RAM a copy of its slice in the division over G. The first fetch after an update gathers over W
-and fills the copies; later fetches gather over G. The version of the weights decides between G and W, so the decision
-is the same on every rank. Wang et al., ZeRO++, 2023, §3.2, describe this secondary partition; if G has one rank, the
-result is ZeRO-2.
+Weights may be gathered over a group G of ranks that is smaller than the group W over which states are sharded. The
+weights are then also divided over G, and each rank keeps a copy of its slice of this second division in RAM. The first
+fetch after an update gathers over W and fills the copies. Later fetches gather over G. The version of the weights
+decides between G and W, so the decision is the same on every rank. If G has one rank, this is ZeRO-2. (Source of the
+secondary partition: Wang et al., ZeRO++, 2023, §3.2.)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GatheredSlots:
                     self._copies[id(homes.weights)] = _Copy(near.of(shard.full), resources.secondary)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch:
-        """Start to gather weights. Never return None: see [Note: gathering].
+        """Start to gather weights. The result is never None ([Note: gathering]).
 
         Raises:
             PeerError: the exchange is broken.
@@ -94,8 +94,8 @@ class GatheredSlots:
 
         Args:
             lease: memory of the slot.
-            shard: this rank's slice among the gathering ranks.
-            near: whether to gather over G; otherwise over W.
+            shard: this rank's slice in the division over the ranks that gather.
+            near: whether to gather over G; False: over W.
             own: function that starts to bring this rank's slice of a group to its place, and returns a function that
                 waits for the slice.
             keep: copy that is filled from the gathered weights; None: no copy is filled.
@@ -125,9 +125,8 @@ class GatheredSlots:
         if not self._told:
             self._told = True
             logger.warning(
-                "views of weights that were used before keep their memory, so unit '%s' takes "
-                "%s more than memory.device; "
-                "this warning appears once",
+                "views of weights that were used before keep their memory, so unit '%s' takes %s more than "
+                "memory.device; this warning appears once",
                 shard.full.name,
                 format_bytes(nbytes),
             )
@@ -153,11 +152,13 @@ class GatheredSlots:
 
 
 class _Copy:
-    """Copy of this rank's slice of a unit's weights, in the division over G. The exchange's thread fills and reads it.
+    """Copy of this rank's slice of a unit's weights, in the division over G. The exchange's thread fills and reads the
+    copy.
 
     Attributes:
         shard: the slice.
-        version: version of the weights that the copy has, or will have before its first read; -1: no version yet.
+        version: version of the weights that the copy has, or will have before the copy is first read; -1: no version
+            yet.
     """
 
     def __init__(self, shard: Shard, space: Space) -> None:
@@ -167,7 +168,8 @@ class _Copy:
         self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.full.name}'") if nbytes else None
 
     def own(self, index: int, mine: memoryview) -> _Wait:
-        """Return a function that copies the slice of a group to `mine`, its place in a slot. The slice is not empty."""
+        """Return a function that copies the slice of a group to `mine`, which is the slice's place in a slot. The slice
+        must not be empty."""
         return partial(_copy, mine, self._view(index))
 
     def fill(self, index: int, slot: Lease) -> None:
@@ -189,7 +191,7 @@ def _copy(to: memoryview, source: memoryview, written: Transfer | None = None) -
     Args:
         to: target memory.
         source: source memory.
-        written: transfer that completes the source; None when the source is complete already.
+        written: transfer after which the source is complete; None when the source is already complete.
     """
     if written is not None:
         written.result()

@@ -1,20 +1,21 @@
-"""Transfer of gradients from every rank to the rank that owns their slice, for units that are divided over ranks.
+"""Transfer of gradients between ranks, for units that are divided over ranks. Each slice of a gradient is sent to the
+rank that owns the slice.
 
 [Note: the way of a gradient between ranks]
 
     autograd ──take──▶ box (the full groups of the unit) ──send──▶ all-to-all ──▶ owner: the slices of all ranks
                                                                                   └─▶ GroupGradients.land, rank by rank
 
-Each rank sends its gradients of a micro-batch in the dtype of the weights. The owner adds the gradients in fp32,
-micro-batch by micro-batch, and within a micro-batch in the order of the ranks. So N ranks with M micro-batches give the
-same bits as one rank with N·M micro-batches of the same shapes: m0r0, m0r1, …, m1r0, …
+Each rank sends its gradients of a micro-batch in the dtype of the weights. The owner of a slice adds the gradients in
+fp32, one micro-batch after the other, and the gradients of one micro-batch in the order of the ranks. So N ranks with M
+micro-batches give the same bits as one rank with N·M micro-batches of the same shapes: m0r0, m0r1, …, m1r0, …
 
-A gradient that is missing on one rank counts as zeros, unless it is missing on all ranks. (Adding these zeros turns a
+If a gradient is missing on some ranks but not on all, it counts as zeros on these ranks. (Adding such zeros turns a
 gradient of -0.0 into 0.0.)
 
-Every rank sends the box of a unit when the backward of other units begins, even if gradients of the unit are still
-missing. Gradients that arrive later, or whose backward no hook announced, are sent at the end of the pass. At the end
-of the pass, the ranks tell each other which units have such gradients.
+Every rank sends the box of a unit when the backward of other units begins, even if some gradients of the unit have not
+arrived. Gradients that arrive later, or whose backward was announced by no hook, are sent at the end of the backward
+pass. The ranks then tell each other which units have such gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class _BoxInFlight:
-    """A box in flight.
+    """A box that was sent and has not landed.
 
     Attributes:
         shard: this rank's shard of the unit.
@@ -72,9 +73,9 @@ class Outbox:
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
         exchange: exchange between the ranks.
-        space: memory for the sent and the received gradients of two units in flight.
-        before_landing: function that is called with the index of a unit before gradients of the unit land; after the
-            call nothing may read the present gradients of the unit.
+        space: memory for the gradients of two units in flight: those that are sent and those that are received.
+        before_landing: function that is called with the index of a unit before gradients of the unit land. The function
+            makes sure that nothing reads the present gradients of the unit any more.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Outbox:
         self._completed: list[int] = []
 
     def take(self, place: Place, gradient: torch.Tensor) -> None:
-        """Put one gradient into the box of its unit. A second piece of the same gradient is added to the first.
+        """Put one gradient into the box of its unit. A second piece of a gradient is added to its first piece.
 
         Raises:
             PeerError: another rank failed.
@@ -120,13 +121,13 @@ class Outbox:
             lease = self._space.try_lease(nbytes)
             if lease is not None:
                 return lease
-            if not self._on_way:  # a unit that was not announced: all ranks send it together, at the end of the pass
+            if not self._on_way:  # a unit that no hook announced: all ranks send it at the end of the pass
                 return PinnedArena(nbytes).lease(nbytes, "gradients between ranks")
             self._land_next()
 
     @property
     def waiting(self) -> set[int]:
-        """Units with a box that is not sent yet."""
+        """Units with a box that was not sent yet."""
         return set(self._boxes)
 
     def send(self, index: int, *, complete: bool = False) -> None:
@@ -180,8 +181,8 @@ class Outbox:
     def _land_next(self) -> None:
         """Wait for the oldest box in flight, and land it.
 
-        After an interrupt, or an error before any gradient of the box has landed, the box stays queued. After a later
-        error the box is lost, and its memory is given back.
+        If Ctrl-C or an error ends this method before any gradient of the box has landed, the box remains in the queue.
+        After a later error the box is lost, and its memory is given back.
         """
         for ticket in self._on_way[0].tickets:
             ticket.result()
@@ -202,7 +203,7 @@ class Outbox:
                         self._local[shard.full.index].groups[group_index].land(
                             piece,
                             flat[piece.offset : piece.offset + piece.numel],
-                            accumulate=True,  # added to the present gradient; unwanted gradients were dropped before
+                            accumulate=True,  # added to the present gradient; dropped gradients are no longer there
                         )
         finally:
             if arrived.received is not None:
@@ -212,7 +213,8 @@ class Outbox:
             self._completed.append(shard.full.index)
 
     def take_completed(self) -> list[int]:
-        """Return the units whose gradients of a pass have all landed, as far as this rank can tell, each unit once."""
+        """Return the units whose gradients of a backward pass have all landed, as far as this rank knows. Each unit is
+        returned only once."""
         found, self._completed = self._completed, []
         return found
 
@@ -224,7 +226,7 @@ class Outbox:
 
 
 def trained(shard: Shard) -> list[int]:
-    """Return the indices of a unit's trained groups, including groups of which this rank has no elements."""
+    """Return the indices of a unit's trained groups, including groups without elements on this rank."""
     return [index for index, group in enumerate(shard.full.groups) if group.trainable]
 
 

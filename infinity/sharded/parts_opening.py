@@ -1,6 +1,6 @@
-"""Opening of the parts of a model that differ between one process and several ranks.
+"""Functions that open those parts of an offloaded model that depend on the number of ranks.
 
-Only files in sharded/ test whether there are several ranks.
+Only the files in sharded/ test whether there are several ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.units.gradients import Gradients, LocalGradients, UnitGradients
 
 
 def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
-    """Return the slot pool for the device and the ranks."""
+    """Return the slot pool that suits the device and the number of ranks."""
     world = resources.world
     return (
         GatheredSlots(resources, world.exchange, shards) if isinstance(world, SeveralRanks) else open_slots(resources)
@@ -32,7 +32,7 @@ def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
 
 
 def open_fetch_rules(resources: Resources) -> FetchRules:
-    """Return the rules that decide which units may be fetched and evicted."""
+    """Return the rules for fetches and evictions that suit the number of ranks."""
     several = isinstance(resources.world, SeveralRanks)
     return AgreedFetchRules(resources.plan.budgets.slot_bytes) if several else LocalFetchRules()
 
@@ -46,7 +46,7 @@ def open_gradients(
         resources: resources of the model.
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
-        before_landing: function to call before gradients of a unit land, as for LocalGradients and Outbox.
+        before_landing: function to call before gradients of a unit land; see LocalGradients and Outbox.
     """
     world = resources.world
     if isinstance(world, SeveralRanks):

@@ -1,4 +1,5 @@
-"""Start of several ranks that train one model: the facts to agree on before planning, and the exchange of errors."""
+"""Start of several ranks that train one model: the facts on which the ranks agree before they plan, and the exchange of
+errors."""
 
 from __future__ import annotations
 
@@ -40,22 +41,22 @@ from infinity.tiers.resources import make_directory
 
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config whose values must be the same on all ranks."""
-_MARGIN_S = 30.0  # seconds in which a rank reports its hanging disk before the others give the rank up
+_MARGIN_S = 30.0  # additional seconds in which a rank can report that its disk hangs
 
 
 Tell = Callable[[str, Any], list[Any]]
-"""Function with the interface of Exchange.tell."""
+"""Function with the arguments and the result of Exchange.tell."""
 
 
 @contextmanager
 def meeting(deadline_s: float) -> Iterator[Tell]:
-    """Connect all ranks before they offload a model. All ranks call this.
+    """Connect all ranks before they offload a model. All ranks must call this.
 
-    An error that leaves this context is reported to the other ranks. In a process without other ranks, the answer has
-    only this process's own value.
+    Yields a Tell. An error that ends this context is reported to the other ranks. In a process without other ranks, the
+    Tell returns only this process's own value.
 
     Args:
-        deadline_s: seconds after which a disk is given up (nvme.deadline_s).
+        deadline_s: seconds within which a disk must answer (nvme.deadline_s).
 
     Raises:
         PeerError: another rank failed.
@@ -71,7 +72,7 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
 
 
 def local_peers() -> Peers:
-    """Return the number of ranks and the slices of this process, before the ranks have met."""
+    """Return the number of ranks and the slices of this process. Other ranks need not have called this."""
     rank, ranks = rank_and_world()
     return NO_PEERS if ranks == 1 else Peers(Cut(ranks, rank), 1)
 
@@ -98,26 +99,27 @@ class RankAgreement:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Return a context that reports errors to the other ranks, which would otherwise wait for this rank."""
+        """Return a context that reports errors to the other ranks. Without the report they would wait for this rank."""
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, DeviceRoomError):  # DeviceRoomError is raised on all ranks
+            if not isinstance(error, DeviceRoomError):  # all ranks raise DeviceRoomError
                 self.world.fail(error)
             self.world.close()
             raise
 
     def agreed(self, terms: Terms, units: Sequence[Unit]) -> RankAgreement:
-        """Agree on the facts that all plans have in common: the form of the states, and the memory of each rank.
+        """Agree on the facts that must be the same in the plans of all ranks: the form of the states, and the memory of
+        each rank.
 
-        Each rank plans with the memory of the rank that has the least memory. All ranks call this.
+        Each rank plans with the memory of the rank that has the least memory. All ranks must call this.
 
         Returns:
             This object with the agreed facts.
 
         Raises:
             NotAvailableError: several ranks do not support a setting of the config yet.
-            PeerError: a rank has another model or config, or failed. The message names the rank.
+            PeerError: a rank has a different model or config, or has failed. The message names the rank.
         """
         peers = self.peers
         if not peers.sharded:
@@ -145,7 +147,7 @@ class RankAgreement:
         return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
     def nvme(self, config: NvmeConfig) -> NvmeConfig:
-        """Return the config with this rank's own directory in each of nvme.paths, for its own store.
+        """Return the config with the paths of this rank's store, which is a directory in each path of nvme.paths.
 
         Raises:
             ConfigError: a path cannot be used.
@@ -159,16 +161,16 @@ class RankAgreement:
     def begin_run(self, config: NvmeConfig, *, replaces: str) -> None:
         """Prepare nvme.paths for a new run. All ranks call this.
 
-        Remove the stores of runs with another number of ranks (one rank per machine does this). Also remove the stores
-        of a run that ended during its first commit.
+        One rank of each machine removes the stores of runs with another number of ranks. The stores of a run that ended
+        during its first commit are removed, too.
 
         Args:
             config: the NVMe config.
-            replaces: value of Terms.replaces. If it is set, the stores of other numbers of ranks stay; older stores of
-                this number of ranks are removed.
+            replaces: value of Terms.replaces. If it is set, the stores of other numbers of ranks are kept, and older
+                stores of this number of ranks are removed.
 
         Raises:
-            StoreNotEmptyError: a store can be resumed.
+            StoreNotEmptyError: there is a store from which a run can be resumed.
             StoreLockedError: a run uses a store.
             ResumeError: a checkpoint folder pins a generation that would be removed.
             PeerError: another rank failed.
@@ -185,9 +187,9 @@ class RankAgreement:
         self.world.tell("opening the stores", None)
 
     def _remove_unresumable(self, mine: Sequence[Path]) -> None:
-        """Remove manifests that never became a generation of all ranks.
+        """Remove manifests of generations that only some ranks have made.
 
-        Do nothing unless every rank has a store of the same run and each manifest is missing on some rank.
+        This is done only if every rank has a store of the same run, and no generation has been made by all ranks.
         """
         if not self.peers.sharded:
             return
@@ -197,9 +199,10 @@ class RankAgreement:
             remove_generations(mine[0])
 
     def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
-        """Clean nvme.paths after the stores are open: remove the file that records an earlier, finished run.
+        """Clean nvme.paths after the stores are open: remove the file about an earlier run that has finished.
 
-        With `resume`, also remove stores of other numbers of ranks that an interrupted removal left incomplete.
+        With `resume`, also remove the stores of other numbers of ranks that are incomplete after an interrupted
+        removal.
 
         Raises:
             SwapIOError: a file cannot be removed.
@@ -217,7 +220,7 @@ class RankAgreement:
         """Check that the ranks can resume a run together. All ranks call this.
 
         Raises:
-            ResumeError: there is no generation of one run that all ranks have in their stores; raised on every rank.
+            ResumeError: the stores of the ranks have no generation in common. All ranks raise this error.
             PeerError: another rank failed.
         """
         if not self.peers.sharded:
@@ -248,7 +251,7 @@ class RankAgreement:
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
     def commits(self, mine: CommitFrequency) -> CommitFrequency:
-        """Agree on how often all ranks commit. All ranks call this.
+        """Agree on the steps that all ranks commit. All ranks must call this.
 
         Raises:
             PeerError: another rank failed.
@@ -265,11 +268,11 @@ def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
 
 
 def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
-    """Connect to the other ranks, if there are any. All ranks call this.
+    """Connect to the other ranks, if there are any. All ranks must call this.
 
     Raises:
         NotAvailableError: several ranks do not support this device yet.
-        ConfigError: torchrun started several processes, but the processes have no process group.
+        ConfigError: torchrun has started several processes, but they have made no process group.
         PeerError: a rank failed. The message names the rank.
     """
     require_ranks_met()

@@ -1,8 +1,8 @@
 """Broadcast of the initial values of rank 0 to all ranks, before each rank keeps only a slice of them.
 
-Values made in memory (a model without a seed, a new head, adapters) may differ between ranks. In that case all ranks
-take the values of rank 0, as DistributedDataParallel does. Values from files must not differ, because all ranks must
-load the same checkpoint.
+Values that were initialized in memory (a model without a seed, a new head, adapters) may differ between ranks. All
+ranks then use the values of rank 0, as in DistributedDataParallel. Values from files must be the same, because all
+ranks must load the same checkpoint.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from infinity.units.unit import OffloadedUnit
 logger = logging.getLogger(__name__)
 
 _SAMPLE_NUMEL = 16 << 10
-"""Number of elements that are compared at the beginning, in the middle and at the end of a large value in a file.
+"""Number of elements that the ranks compare at the beginning, in the middle and at the end of a large value from a
+file.
 
-The complete value is not compared, so that not all ranks read all of it.
+The ranks do not compare the complete value, because then each rank would have to read it completely.
 """
 
 
@@ -32,21 +33,22 @@ class RankBroadcast(Protocol):
     """Broadcast of the tensors of rank 0. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
-        """Return the values of a unit's parameters, the same on all ranks. The arguments are those of ingest.
+        """Return a source of the values of a unit's parameters, with the same values on all ranks. The arguments are
+        those of `ingest`.
 
         Raises:
-            PeerError: values in files differ. The message names the parameter and the rank.
+            PeerError: values from files differ. The message names the parameter and the rank.
         """
 
     def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set tensors in memory to the values of rank 0, in place."""
 
     def say(self) -> None:
-        """Log which values were taken from rank 0."""
+        """Log the names of values that were different and became the values of rank 0."""
 
 
 class NoBroadcast:
-    """Broadcast in one process, which changes nothing (RankBroadcast)."""
+    """RankBroadcast of a single process, which changes nothing."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         return source
@@ -59,7 +61,7 @@ class NoBroadcast:
 
 
 class BroadcastFromFirst:
-    """Broadcast to several ranks (RankBroadcast)."""
+    """RankBroadcast of several ranks."""
 
     def __init__(self, world: SeveralRanks) -> None:
         self._world = world
@@ -72,8 +74,8 @@ class BroadcastFromFirst:
         for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():
             if not in_memory(name):
                 raise PeerError(
-                    f"parameter '{name}' has different values in the files that rank {rank} "
-                    "loads and in those of rank 0",
+                    f"parameter '{name}' has different values in the files that rank {rank} loads and in those of rank "
+                    "0",
                     (rank,),
                     "Give all ranks the same checkpoint.",
                 )
@@ -86,7 +88,8 @@ class BroadcastFromFirst:
             tensors[name].copy_(self.of_rank_0(name, tensors[name]))
 
     def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
-        """Return the names of tensors that differ between ranks, each with a rank that differs from rank 0.
+        """Return the names of tensors that differ between ranks, each with a rank whose tensor differs from that of
+        rank 0.
 
         All ranks get the same result.
         """
@@ -106,7 +109,7 @@ class BroadcastFromFirst:
         return found
 
     def of_rank_0(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        """Return the value of rank 0. All ranks call this."""
+        """Return the value of rank 0. All ranks must call this."""
         if mine.is_meta:
             raise ModelError(f"'{name}' is on the meta device on some ranks: it has no values there")
         value = mine.detach().clone(memory_format=torch.contiguous_format)
@@ -120,9 +123,8 @@ class BroadcastFromFirst:
         if self._taken and self._world.leads:
             more = f" and {len(self._taken) - 1} more" if len(self._taken) > 1 else ""
             logger.warning(
-                "the ranks initialized '%s'%s with different values: all ranks start with the "
-                "values of rank 0, as with "
-                "DistributedDataParallel",
+                "the ranks initialized '%s'%s with different values: all ranks start with the values of rank 0, as "
+                "with DistributedDataParallel",
                 self._taken[0],
                 more,
             )

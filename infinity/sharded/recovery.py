@@ -32,13 +32,14 @@ def recover(
         place: first path of nvme.paths, for messages.
         attempt: function that recovers one of the given generations.
         step: step of the generation; None: the newest generation.
-        pinned: whether to recover the generation that a checkpoint folder pins; `attempt` knows this generation.
+        pinned: whether to recover the generation that a checkpoint folder pins. `attempt` then chooses this generation
+            itself.
 
     Returns:
         The manifest of the generation.
 
     Raises:
-        ResumeError: there is no such generation; raised on all ranks.
+        ResumeError: there is no such generation. All ranks raise this error.
         PeerError: another rank failed.
     """
     if isinstance(world, Alone):
@@ -76,8 +77,9 @@ def recover(
 
 
 def _is_unreadable(error: ResumeError) -> bool:
-    """Return whether the generation may be complete, but cannot be read now (generation_scan.py: require_readable).
+    """Return whether the error says that a generation cannot be read at present, so that it may be complete
+    (generation_scan.py: require_readable).
 
-    Such a generation must not be given up.
+    A resumed run must not remove such a generation.
     """
     return isinstance(error.__cause__, ManifestError) and isinstance(error.__cause__.__cause__, OSError)

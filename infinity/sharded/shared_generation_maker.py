@@ -1,4 +1,4 @@
-"""Generations of several ranks: a generation exists once every rank has made its part."""
+"""Generations of several ranks. A generation exists only when every rank has made its part."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from infinity.ranks.world import SeveralRanks
 
 
 class SharedGenerationMaker:
-    """This rank's part in making generations (durable/generation_maker.py: GenerationMaker)."""
+    """GenerationMaker of one of several ranks (durable/generation_maker.py)."""
 
     agrees_on_pace = True
     decides_alone = False
-    makes_again = False  # a generation that only some ranks make again would be complete on no rank
+    makes_again = False  # if only some ranks made a generation again, no rank would have a complete one
 
     def __init__(self, world: SeveralRanks, generations: Generations | None) -> None:
         self._world = world
@@ -32,7 +32,7 @@ class SharedGenerationMaker:
     def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Keep the generations that all ranks have, and delete all other generations.
 
-        Adopt the longest commit interval of all ranks.
+        Use the longest interval between commits that any rank has measured.
         """
         if self._generations is not None:
             pace.lead(max(every for every, *_ in told), following)
@@ -46,10 +46,10 @@ class SharedGenerationMaker:
             raise InfinityError(f"generation {step} was not made: the ranks committed different steps")
 
     def retire_early(self) -> None:
-        """Retire old generations before the ranks meet for a step, so that speculative updates get copies to write to.
+        """Remove old generations already before the ranks agree on a step, so that speculative updates have copies to
+        which they can write.
 
-        Old generations are retired only if the headers of all ranks' operations prove that all ranks have made the
-        newest generation.
+        This is done only if the headers of all ranks' operations prove that all ranks have made the newest generation.
         """
         generations = self._generations
         if generations is None or generations.newest is None:

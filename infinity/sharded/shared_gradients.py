@@ -1,4 +1,5 @@
-"""Gradients over all ranks, for optimizers and gradient handles, of units that are divided over the ranks."""
+"""Gradients of units that are divided over the ranks. Optimizers and gradient handles see the gradients of all
+ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +25,24 @@ from infinity.units.gradients import (
 )
 
 PARTIAL_NUMEL = 64 << 10
-"""Elements per partial of a sum of squares (_native.sums_of_squares)."""
+"""Number of elements of one partial sum of squares (_native.sums_of_squares)."""
 
 
 class GradientAgreement:
-    """The facts about gradients that all ranks agree on: which parameters have a gradient, and their sums of squares.
+    """The facts about gradients on which all ranks agree: the parameters that have a gradient, and their sums of
+    squares.
 
     The facts are valid until the next gradient arrives.
 
     Args:
-        shards: this rank's shards, by unit, from which the shards of the other ranks follow.
+        shards: this rank's shards, by unit. They also say which slices the other ranks have.
         local: gradients of this rank's slices, by unit.
         exchange: exchange between the ranks.
         outbox: gradients in flight between the ranks.
 
     Attributes:
-        present: names of the parameters with a gradient on this rank; after an agreement, on any rank.
+        present: names of the parameters that have a gradient on this rank; after an agreement, of those that have a
+            gradient on any rank.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class GradientAgreement:
         self.present: set[str] = set()
 
     def came(self, name: str) -> None:
-        """Record that a gradient of this parameter is on the way."""
+        """Record that a gradient of this parameter has arrived on this rank."""
         self.present.add(name)
         self._partials = None
 
@@ -65,7 +68,7 @@ class GradientAgreement:
             self._partials = None
 
     def share(self, waiting: Sequence[bool]) -> list[bool]:
-        """Agree at the end of a backward pass on the parameters that have a gradient on any rank.
+        """At the end of a backward pass, agree with all ranks on the parameters that have a gradient on any rank.
 
         After the agreement, such a parameter has a gradient on every rank.
 
@@ -88,8 +91,7 @@ class GradientAgreement:
     def partials(self, name: str) -> Sequence[float]:
         """Return the partial sums of Σ g² over all ranks' slices.
 
-        If gradients arrived since the last agreement, the ranks agree again; in that case all ranks must make this
-        call.
+        If gradients have arrived since the last agreement, the ranks agree again. All ranks must then make this call.
         """
         if self._partials is None:
             self.make({}, "", (), "the norm of the gradients")
@@ -99,8 +101,8 @@ class GradientAgreement:
         """Agree with all ranks on their facts and sums of squares, after all gradients have landed.
 
         Args:
-            facts: JSON values that must be the same on all ranks, by a name for messages.
-            skip: reason why this rank wants the step to change nothing; "" without a reason.
+            facts: JSON values that must be the same on all ranks; the keys are names for messages.
+            skip: reason of this rank why the step must change nothing; "" when it has none.
             told: numbers about this rank's generations, for the other ranks.
             what: name of the point that the ranks have reached, for messages.
 
@@ -135,8 +137,8 @@ class GradientAgreement:
     def _require_same_gradients(self, first: Any, theirs: Any, rank: int) -> None:
         """Check that a rank has dropped the same gradients as rank 0.
 
-        The ranks agreed at the end of backward which gradients exist. If a gradient is missing on one rank now, that
-        rank has dropped the gradient and its part of the sum of squares.
+        At the end of the backward, the ranks have agreed on the gradients that exist. If a gradient is missing on a
+        rank now, this rank has dropped the gradient and its part of the sum of squares.
         """
         differs = np.flatnonzero(first != theirs)
         if len(differs):
@@ -162,7 +164,7 @@ class GradientAgreement:
                     at += count
 
     def _drop_zeros(self) -> None:
-        """Drop landed gradients of parameters that have no gradient on any rank. Such landed gradients are zeros."""
+        """Drop the landed gradients of parameters that have no gradient on any rank. These gradients are zeros."""
         for local in self._local:
             for group in local.groups.values():
                 for name in group.present - self.present:
@@ -176,7 +178,7 @@ def _specs(shards: Iterable[Shard]) -> Iterator[ParameterSpec]:
 
 
 def _partials_of(begin: int, end: int) -> int:
-    """Return the number of partials that the elements [begin, end) of a group have."""
+    """Return the number of partial sums of the elements [begin, end) of a group."""
     return 0 if begin >= end else -(-end // PARTIAL_NUMEL) - begin // PARTIAL_NUMEL
 
 
@@ -191,13 +193,13 @@ def _own_partials(shard: Shard, local: UnitGradients) -> Iterator[float]:
 
 
 def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank: int, advice: str) -> None:
-    """Check that another rank's facts equal this rank's facts.
+    """Check that another rank's facts are the same as this rank's facts.
 
     Args:
         theirs: facts of the other rank.
         mine: facts of this rank.
         rank: number of the other rank.
-        advice: what the user can do about a difference, for the message.
+        advice: sentence of the message that says what the user can do about a difference.
 
     Raises:
         PeerError: a fact differs.
@@ -212,17 +214,17 @@ def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank:
 
 
 class SharedGroup:
-    """The gradients of one full group over all ranks, for optimizers and gradient handles.
+    """The gradients of all ranks for one full group, for optimizers and gradient handles.
 
     Attributes:
-        mean: factor that turns the sum of the ranks' gradients into the mean.
+        mean: factor by which the sum of the ranks' gradients is multiplied to get the mean.
 
     Args:
         shard: this rank's shard of the unit.
         group_index: index of the group.
         local: gradients of this rank's slice; None when this rank has no slice of the group.
         outbox: gradients in flight between the ranks.
-        agreement: facts that all ranks agree on.
+        agreement: facts on which all ranks agree.
     """
 
     def __init__(
@@ -237,14 +239,15 @@ class SharedGroup:
 
     @property
     def present(self) -> Set[str]:
-        """Names of the model's parameters that have a gradient."""
+        """Names of all parameters of the model that have a gradient, not only of those in this group."""
         return self._agreement.present
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
-        """Send a gradient to the ranks that own its elements; the owners add the gradient to the present gradient.
+        """Send a gradient to the ranks that own its slices. These ranks add it to the present gradient.
 
-        `accumulate` has no effect: whether a gradient is present depends on all ranks, and SharedGradients.drop_cleared
-        drops unwanted gradients. `more` has no effect, because the owners add the gradients.
+        `accumulate` has no effect, because the other ranks also determine whether a gradient is present.
+        SharedGradients.drop_cleared drops the gradients that a script has set to None. `more` has no effect, because
+        the owners add the gradients.
         """
         self._outbox.take(Place(self._shard.full, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
@@ -311,22 +314,20 @@ class SharedGradients:
 
     def value(self, place: Place) -> torch.Tensor:
         raise NotAvailableError(
-            f"the gradient of '{place.spec.name}' is split over several ranks, and its values are not "
-            "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
-            "multiplication by a number. A hook of the parameter (register_hook, before the "
-            "backward) receives the gradient "
-            "of this rank's own batch."
+            f"the gradient of '{place.spec.name}' is split over several ranks, and its values are not available yet. "
+            "What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a multiplication by a "
+            "number. A hook of the parameter (register_hook, before the backward) receives the gradient of this "
+            "rank's own batch."
         )
 
     def require_settable(self, place: Place) -> None:
         raise NotAvailableError(
-            f"the gradient of '{place.spec.name}' was set by hand, which is not available yet "
-            "with several ranks: compute "
-            "it by a backward pass, or use one process"
+            f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
+            "compute it by a backward pass, or use one process"
         )
 
     def begin_pass(self) -> None:
-        self.take_completed()  # discards the units of a pass that an exception ended
+        self.take_completed()  # forget the units of a pass that an exception ended
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         return
@@ -342,7 +343,7 @@ class SharedGradients:
         self._outbox.land_arrived()
 
     def before_landing(self, index: int, /) -> None:
-        return  # the outbox calls `before_landing` when gradients of all ranks land
+        return  # the outbox does this when gradients of all ranks land
 
     def complete(self, index: int) -> Sequence[int]:
         self._units[index].send()
@@ -359,14 +360,14 @@ class SharedGradients:
         return self._outbox.take_completed()
 
     def pass_ended(self) -> None:
-        """Send the gradients that some rank has not sent yet. All ranks call this.
+        """Send the gradients that any rank has not sent yet. All ranks must call this.
 
         Raises:
             PeerError: another rank failed.
         """
         waiting = self._outbox.waiting
         late = self.agreement.share([index in waiting for index in self._trained])
-        self._outbox.land_arrived()  # all boxes sent before `share` have arrived
+        self._outbox.land_arrived()  # all boxes that were sent before `share` have arrived
         for index, is_late in zip(self._trained, late, strict=True):
             if is_late:
                 self._outbox.send(index)

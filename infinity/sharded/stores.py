@@ -1,4 +1,4 @@
-"""Stores of several ranks: each rank has its own store, in its own directory in each of nvme.paths."""
+"""Stores of several ranks. Each rank has its own store, in its own directory in each path of nvme.paths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from infinity.ranks.paths import rank_path, rank_paths
 
 
 def counts_in(path: Path) -> list[int]:
-    """Return the numbers of ranks of the runs that left stores in one of nvme.paths, ascending; 1 for a single process.
+    """Return the number of ranks of each run that has stores in a path of nvme.paths, ascending; 1 for a single
+    process.
 
     Raises:
         SwapIOError: the directory cannot be read.
@@ -35,7 +36,7 @@ def counts_in(path: Path) -> list[int]:
 
 
 def steps_of(path: Path, count: int) -> set[int]:
-    """Return the steps of the generations that all of `count` ranks have in one of nvme.paths.
+    """Return the steps of the generations that all of `count` ranks have in a path of nvme.paths.
 
     Raises:
         SwapIOError: a directory cannot be read.
@@ -44,7 +45,7 @@ def steps_of(path: Path, count: int) -> set[int]:
 
 
 def furthest_in(path: Path) -> int:
-    """Return the number of ranks of the run with the newest generation in one of nvme.paths; 1 when there is none.
+    """Return the number of ranks of the run with the newest generation in a path of nvme.paths; 1 when there is none.
 
     Raises:
         SwapIOError: a directory cannot be read.
@@ -58,7 +59,7 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
 
     Args:
         paths: all of nvme.paths, or the first.
-        count: number of ranks; 1: the store of one process; None: the number of the run with the newest generation.
+        count: number of ranks of the run; 1: a single process; None: the run with the newest generation.
 
     Raises:
         ResumeError: a header cannot be read.
@@ -71,12 +72,12 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
 
 
 def clear_others(paths: Iterable[Path], count: int) -> None:
-    """Remove the stores that runs of another number of ranks left in nvme.paths.
+    """Remove the stores of runs with another number of ranks from nvme.paths.
 
-    Nothing is removed if any store in nvme.paths can be resumed, whatever its number of ranks.
+    If a run can be resumed from any store in nvme.paths, with any number of ranks, nothing is removed.
 
     Raises:
-        StoreNotEmptyError: something can be resumed; nothing was removed.
+        StoreNotEmptyError: a run can be resumed from a store; nothing was removed.
         StoreLockedError: a run uses a store.
         SwapIOError: a store cannot be removed.
     """
@@ -84,7 +85,7 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
     for path in places:
         for entry, its in _stores_in(path):
             if its == count == 1:
-                continue  # this store is refused or replaced when it is opened
+                continue  # a store of this number of ranks is refused or replaced when it is opened
             if generations_in(entry) or pinned_in(entry):
                 folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
@@ -103,15 +104,16 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             directory.close()
         _remove_directory(entry)
     for path in places:
-        # the ranks' stores need the directory, which the removal of a store may have removed
+        # the ranks' stores need this directory, and the removal of a store may have removed it
         path.mkdir(mode=0o700, exist_ok=True)
 
 
 def clear_leftovers(paths: Sequence[Path], count: int) -> None:
-    """Remove stores of another number of ranks that an interrupted removal left incomplete. Resumable stores stay.
+    """Remove the stores of other numbers of ranks that are incomplete after an interrupted removal. Stores from which a
+    run can be resumed are kept.
 
     Args:
-        paths: all of nvme.paths; the first one tells which generations a store has.
+        paths: all of nvme.paths. The first path has the manifests of the generations.
         count: number of ranks of this run.
 
     Raises:
@@ -135,9 +137,10 @@ def _remove_directory(path: Path) -> None:
 
 
 def stores_of(path: Path, run: str | None = None) -> list[Path]:
-    """Return the directories of stores in one of nvme.paths.
+    """Return the directories of the stores in a path of nvme.paths.
 
-    The store of one process is in the path itself; the store of each rank is in a directory in the path.
+    The store of a single process is in the path itself. With several ranks, the store of each rank is in a directory in
+    the path.
 
     Args:
         path: one of nvme.paths.
@@ -154,8 +157,8 @@ def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
     """Return all directories of a store.
 
     Args:
-        paths: the paths named by the user: all of nvme.paths, or the first.
-        store: the store's directory in the first path, or that path itself.
+        paths: the paths that the user has named: all of nvme.paths, or the first.
+        store: the store's directory in the first path, or the first path itself.
 
     Raises:
         ResumeError: the errors of members_of.
@@ -164,9 +167,10 @@ def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
 
 
 def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path], None] = lambda _: None) -> int:
-    """Remove stores of ranks, and the directories of these stores.
+    """Remove the stores of several ranks, and the directories of these stores.
 
-    The manifests of the first store are removed first, durably; after that the ranks have no resumable generation.
+    The manifests of the first store are removed first, durably. After that the ranks have no generation from which a
+    run can be resumed.
 
     Args:
         stores: the directories of each store.
@@ -206,9 +210,9 @@ def remove_manifests(directory: SwapDirectory) -> None:
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
-    """Return the run of a rank's store, and the steps of its manifests, including pinned manifests.
+    """Return the run id of a rank's store, and the steps of its manifests, including those of pinned generations.
 
-    The result is ("", []) without a readable store.
+    If there is no store that can be read, the result is ("", []).
     """
     try:
         header = header_in(paths[0]).header if paths else None
@@ -218,7 +222,7 @@ def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
 
 
 def steps_in(path: Path) -> list[int]:
-    """Return the steps of the manifests in a store's first directory, including pinned manifests.
+    """Return the steps of the manifests in a store's first directory, including those of pinned generations.
 
     Raises:
         SwapIOError: the directory cannot be read.
@@ -227,7 +231,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def remove_generations(path: Path) -> None:
-    """Remove a rank's manifests, none of which became a generation of all ranks.
+    """Remove all manifests of a rank. The caller has checked that none of them belongs to a generation of all ranks.
 
     Raises:
         StoreLockedError: a run uses the store.
@@ -241,7 +245,7 @@ def remove_generations(path: Path) -> None:
 
 
 def require_none_pinned(path: Path) -> None:
-    """Check that no checkpoint folder pins a generation of a store that is about to be removed.
+    """Check that no checkpoint folder pins a generation of a store that will be removed.
 
     Raises:
         ResumeError: a generation is pinned.
@@ -249,22 +253,21 @@ def require_none_pinned(path: Path) -> None:
     pins = read_pins(path)
     if pins:
         raise ResumeError(
-            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them:"
-            f" {pins_text(pins)}. Unpin them with `infinity checkpoint unpin {place_of(path)} --folder "
-            "FOLDER`, or resume with as many "
-            "ranks as before."
+            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: "
+            f"{pins_text(pins)}. Unpin them with `infinity checkpoint unpin {place_of(path)} --folder FOLDER`, or "
+            "resume with as many ranks as before."
         )
 
 
 def ranks_text(count: int) -> str:
-    """Return the number of ranks in words, for messages."""
+    """Return the number of ranks as text, for messages."""
     return f"{count} ranks" if count > 1 else "one process"
 
 
 def _stores_in(path: Path) -> list[tuple[Path, int]]:
-    """Return the directories in one of nvme.paths that have a store, each with its run's number of ranks.
+    """Return the directories with a store in a path of nvme.paths, each with the number of ranks of its run.
 
-    The path itself may be one of these directories.
+    The path may itself be one of these directories.
     """
     named = ((entry, NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
     found = [(path, 1), *((entry, int(match[2])) for entry, match in named if match)]

@@ -1,4 +1,5 @@
-"""Encoded form of a weight that is kept at home in 4 or 8 bits per value, and both conversions (csrc/codec).
+"""Encoded forms of weights, in which a weight is kept at home with 4 or 8 bits per value, and the conversions to and
+from these forms (csrc/codec).
 
 | codec | bits per weight | form |
 |---|---|---|
@@ -6,7 +7,7 @@
 | nf4_fp32 | 4.5 | the same with fp32 scales; only read from checkpoints |
 | int8 | 8.25 | infinity's own: linear, blocks of 64 with bf16 scales |
 | int8_rows | 8 | bitsandbytes' LLM.int8: a scale for each row; only read from checkpoints |
-Source: NF4 and nested scales: Dettmers et al., QLoRA (arXiv 2305.14314), §3; the bit layout: bitsandbytes.
+Sources: Dettmers et al., QLoRA (arXiv 2305.14314), §3, for NF4 and nested scales; bitsandbytes for the bit layout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NESTED_BLOCKS = 256
 
 
 def row_numel(shape: torch.Size) -> int:
-    """Return the number of elements of a row; in int8_rows each row has one scale."""
+    """Return the number of elements of a row. In int8_rows each row has a scale."""
     return int(shape[-1])
 
 
@@ -38,14 +39,14 @@ def encoded_bytes(codec: Codec, shape: torch.Size) -> int:
 
 
 def parts_of(codec: Codec, shape: torch.Size) -> dict[str, tuple[int, int]]:
-    """Return (begin, number of bytes) of each part of the encoded form, by the part's name."""
+    """Return the (begin, number of bytes) of each part of the encoded form, by the name of the part."""
     return _native.weight_parts(codec, shape.numel(), row_numel(shape))
 
 
 def encoded_ranges(codec: Codec, shapes: Mapping[str, torch.Size]) -> dict[str, tuple[int, int]]:
     """Return bytes [begin, end) of each encoded parameter.
 
-    The parameters are stored one after the other in this order.
+    The parameters are stored one after the other, in the order of `shapes`.
     """
     ranges, end = {}, 0
     for name, shape in shapes.items():
@@ -65,7 +66,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         pool: threads that encode.
 
     Raises:
-        ModelError: the parameter has Inf or NaN, which no codec can encode; or the codec can only decode.
+        ModelError: the parameter has Inf or NaN, which no codec can encode; or the codec is only for decoding.
     """
     if codec not in ("nf4", "int8"):
         raise ModelError(f"'{name}': {codec} is a form of checkpoints only; set frozen: nf4 or int8")
@@ -87,7 +88,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
             f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or repair the checkpoint."
         ) from None
     if scales is not None:
-        offset = scales.mean()  # computed as in bitsandbytes, to get the same bits
+        offset = scales.mean()  # the computation of bitsandbytes, to get the same bits
         torch.frombuffer(parts["offset"], dtype=torch.float32).copy_(offset)
         _native.nest_scales(scales.numpy(), float(offset), parts["scales"], parts["nested_scales"])
 

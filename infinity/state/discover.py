@@ -1,13 +1,13 @@
-"""Partition of a model into units, and the modules whose forward needs each unit.
+"""Partition of a model into units, and the modules whose forward reads the units.
 
 Blocks are the children of the outermost `ModuleList`s. In a model without `ModuleList`s, blocks are the children of
-`ModuleDict`s, or else of `Sequential`s. A child that is a container without a forward (as in a list of lists) cannot be
-called, so the children of this container are the blocks. Outside the blocks, units are the largest modules that contain
-no block: each embedding, the head, and every module of 1 MiB or more. The remaining small parameters form one unit that
-stays on the device while the model runs. A tile of a linear layer (state/layer_tiles.py) is a unit, and a block that
-contains a tile is partitioned by the rule for modules outside the blocks.
+`ModuleDict`s. In a model with neither of them, blocks are the children of `Sequential`s. If a child is a container
+without a forward (for example in a list of lists), the child cannot be called, so its children are the blocks. Outside
+of the blocks, units are the largest modules that contain no block: each embedding, the head, and every module of 1 MiB
+or more. The remaining small parameters form one unit, which is never evicted. A tile of a linear layer
+(state/layer_tiles.py) is a unit. A block that contains a tile is divided by the rule for modules outside of the blocks.
 
-Hooks run when modules are called. A weight may also be read without a call of its module: in a method of a block other
+Hooks run when modules are called. A weight may also be read without a call of its module: in another method of a block
 than `forward`, or by `F.linear(x, other.weight)`. Such a weight is fetched when it is read
 (units/released_parameters.py).
 """
@@ -33,15 +33,15 @@ _OWN_UNIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class HookedModule:
-    """Module whose forward reads parameters of these units, including units that own a tied parameter of the module.
+    """A site: a module that gets hooks, because its forward reads parameters of units.
 
     Attributes:
         name: fully qualified name of the module.
         module: the module.
         units: indices of the units.
         beside: for a block that contains tiles, the units of the block that may be on the device at the same time. If
-            code other than torch.utils.checkpoint recomputes the block, views of all parameters that the block's
-            modules read are kept, except views of tiles.
+            other code than torch.utils.checkpoint recomputes the block, it keeps views of all parameters that the
+            block's modules read, except views of tiles.
     """
 
     name: str
@@ -56,10 +56,10 @@ class DiscoveredUnits:
 
     Attributes:
         units: units by index.
-        parameters: for each unit, its parameters by their first name, in the order of the layout.
+        parameters: for each unit, its parameters, in the order of the layout, by their first name.
         sites: modules to hook.
-        root_candidates: every module above a site, and the root: a call of any such module may be a complete forward
-            pass.
+        root_candidates: the root module, and every module that contains a site. A call of any of these modules may be a
+            complete forward pass.
     """
 
     units: tuple[Unit, ...]
@@ -73,12 +73,12 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: Fr
 
     Args:
         model: the model.
-        moments: form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and for
-            parameters of one dimension (norms, biases).
+        moments: form of the moments; "int8" means int8 for weights of matrix products; embeddings and parameters of one
+            dimension (norms, biases) then have fp32 moments.
         frozen: form in which frozen weights of the blocks are kept at home (state/frozen_codecs.py).
 
     Raises:
-        ModelError: the model has no parameters, or a parameter's dtype cannot be moved.
+        ModelError: the model has no parameters, or infinity does not support the dtype of a parameter.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to offload")
@@ -109,7 +109,7 @@ class _ModelPartition:
         Args:
             name: fully qualified name of the module.
             module: the module.
-            block: block that contains the module, if the block contains tiles.
+            block: the block of the module if this block contains tiles; otherwise None.
         """
         if module not in self._parents:
             self._add_site(name, module, block, recurse=True)
@@ -187,7 +187,7 @@ def _facts(
 
 
 def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:
-    """Return those children of the outermost containers that have parameters."""
+    """Return the children of the outermost containers that have parameters."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -210,12 +210,12 @@ def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called; containers cannot."""
+    """Return whether a module has a forward. Containers do not have one."""
     return type(module).forward is not nn.Module.forward
 
 
 def _ancestors(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
-    """Return every module above a block."""
+    """Return every module that contains a block."""
     above: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:

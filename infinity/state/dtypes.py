@@ -1,4 +1,4 @@
-"""Dtypes that a weight may have, and their names in the native core."""
+"""The dtypes that a weight may have, with their names in the native core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ native_name = _NAMES.__getitem__
 
 
 def require_supported(name: str, dtype: torch.dtype) -> None:
-    """Raise ModelError for a dtype that infinity cannot train or move."""
+    """Raise ModelError for a dtype that infinity does not support."""
     if dtype.is_complex:
         raise ModelError(
             f"parameter '{name}' is {dtype}, and infinity moves real weights only. Store the same numbers in a "
@@ -33,8 +33,8 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
 def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.MasterName:
     """Return the form of the fp32 master of a weight.
 
-    An fp32 weight is itself the master. fp16 weights always have an fp32 master, because their residual does not fit 16
-    bits, and their range is too small for training without a master.
+    An fp32 weight is itself the master. fp16 weights always have an fp32 master, because their residual does not fit
+    into 16 bits, and because their range is too small for training without a master.
     """
     if dtype == torch.float32:
         return "weight"

@@ -1,10 +1,10 @@
-"""Choice of the frozen parameters that are kept at home in 4 or 8 bits, and of their form (state/codec.py).
+"""Choice of the frozen parameters that are kept at home in 4 or 8 bits, and of their encoded form (state/codec.py).
 
-A weight that is not trained is encoded once, when it is first stored at home, and decoded each time it is fetched. The
-computation uses the dtype of the parameter; only the memory at home is smaller.
+A weight that is not trained is encoded only once, when it is first stored at home, and decoded each time it is fetched.
+The model computes with the decoded weight, in the dtype of the parameter. Only the home takes less memory.
 
-Embeddings, the head, norms, biases and adapters are not encoded: an encoded parameter has two dimensions or more and
-belongs to a block of the model.
+An encoded parameter has two dimensions or more and belongs to a block of the model. Embeddings, the head, norms, biases
+and adapters are not encoded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "n
 
 
 class EncodedForm(NamedTuple):
-    """Encoded form of a parameter, provided by a checkpoint.
+    """Encoded form in which a checkpoint contains a parameter.
 
     Attributes:
         codec: the form.
@@ -38,7 +38,7 @@ class EncodedForm(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-_given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `==` of two parameters compares their values
+_given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: `==` of two parameters compares their values
 
 
 def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Tensor]) -> None:
@@ -47,24 +47,26 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
     Args:
         parameter: the parameter.
         codec: the form.
-        read: see Given.
+        read: see EncodedForm.
     """
     _given[parameter] = EncodedForm(codec, read)
 
 
 def encoded_form(parameter: nn.Parameter) -> EncodedForm | None:
-    """Return the parameter's encoded form in the checkpoint; None if the parameter is not encoded there."""
+    """Return the parameter's encoded form in the checkpoint; None if the checkpoint does not have the parameter in
+    encoded form."""
     found: EncodedForm | None = _given.get(parameter)
     return found
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Forget the encoded form, because from now on the parameter's values may differ from the checkpoint."""
+    """Forget the encoded form, because the parameter's values may no longer be those of the checkpoint."""
     _given.pop(parameter, None)
 
 
 def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
-    """Copy the record of one parameter to another parameter with the same values, in any dtype."""
+    """Record the encoded form of one parameter for another parameter, too. Both must have the same values; their dtypes
+    may differ."""
     if (known := encoded_form(parameter)) is None:
         forget(another)
     else:
@@ -77,9 +79,9 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
     Args:
         model: the model.
         blocks: the blocks of the model (state/discover.py).
-        frozen: the config's value. With "auto", parameters that are encoded in the checkpoint keep that form, and no
-            other parameters are encoded. With another value, a parameter that has a different encoded form in the
-                checkpoint is decoded and encoded again.
+        frozen: value of `frozen` in the config. With "auto", parameters that are encoded in the checkpoint keep their
+            form, and no other parameters are encoded. With another value, a parameter with a different encoded form in
+            the checkpoint is decoded and encoded again.
     """
     if frozen == "bf16":
         return {}
@@ -103,7 +105,7 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
 def _adapters(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that PEFT added to layers.
 
-    In a layer with a `base_layer`, these are all parameters except those of the `base_layer`.
+    In a layer with a `base_layer`, these are all parameters except the parameters of the `base_layer`.
     """
     found: set[nn.Parameter] = set()
     for module in model.modules():

@@ -1,11 +1,13 @@
 """Scales of int8 moments.
 
-A portable copy contains the scales in addition to the decoded values, so that encoding is lossless.
+A portable copy contains the scales in addition to the decoded values, so that the values can be encoded again without
+loss.
 
 [Note: why values are not enough]
-A block's scale is its largest magnitude. The signed map contains +1 but not −1. So if the element of largest magnitude
-is negative, it decodes to 0.993 of its value. Encoded again, the block would get a smaller scale and different values.
-If −scale is written to the element of largest magnitude before encoding, every code is the same as before.
+A block's scale is its largest magnitude. The codes can represent +1 times the scale, but not −1 times the scale. If the
+element with the largest magnitude is negative, it therefore decodes to 0.993 of its value. If the decoded block were
+encoded again, it would get a smaller scale and different values. If the element with the largest magnitude is set to
+−scale before the block is encoded, every code is the same as before.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def put_scales_back(values: torch.Tensor, scales: torch.Tensor) -> None:
     """
     blocks = values.view(-1, _native.BLOCK_NUMEL)
     short = (blocks.abs().amax(dim=1) < scales).nonzero().flatten()
-    where = blocks[short].argmin(dim=1)  # the largest magnitude is negative: a positive one would decode to the scale
+    where = blocks[short].argmin(dim=1)  # negative: a positive one would decode to the scale
     blocks[short, where] = -scales[short]
 
 

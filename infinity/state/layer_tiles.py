@@ -1,12 +1,12 @@
-"""Names of tiles. A tile is a range of rows of a linear layer's weight, treated as a unit (runtime/tiles.py).
+"""Names of tiles. A tile is a range of rows of a linear layer's weight that is a unit of its own (runtime/tiles.py).
 
-A tile is a child of the layer, called `infinity_tile_` and its number; its parameters are rows of the layer's
-parameters. The name of a tile's parameter therefore contains the name of the complete parameter. The shapes of the
-tiles before a tile determine the tile's rows:
+A tile is a child module of the layer, with the name `infinity_tile_` and its number. The parameters of a tile are rows
+of the layer's parameters, and their names contain the name of the complete parameter. A tile's rows follow the rows of
+all tiles with smaller numbers:
 
     lm_head.infinity_tile_2.weight     rows of `lm_head.weight`, after those of tiles 0 and 1
 
-Checkpoint files have complete parameters under their own names. Stores have tiles.
+Checkpoint files contain complete parameters under their own names, and stores contain the parameters of tiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P
 
 
 class Tile(nn.Module):
-    """Rows of a linear layer, as a module, so that the rows are a unit."""
+    """Module with rows of a linear layer, so that the rows can be a unit."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ def tile_name(index: int) -> str:
 
 
 def tile_of(name: str) -> tuple[str, int] | None:
-    """Return the name of the complete parameter and the number of the tile; None if `name` is no tile's parameter."""
+    """Return the name of the complete parameter and the number of the tile; None if `name` is not the name of a tile's
+    parameter."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match["layer"] + match["key"], int(match["index"]))
 
 
 def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
-    """Return the place of each parameter of a tile, by its name.
+    """Return the place of each parameter that belongs to a tile, by the parameter's name.
 
     Args:
         shapes: shapes of all parameters of a model, by name.
@@ -82,6 +83,7 @@ def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
 
 
 def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
-    """Return the places of all parameters: the result of rows_of(), and all rows of each parameter outside tiles."""
+    """Return the places of all parameters. For parameters outside of tiles, this is all rows; for the others, the
+    result of rows_of()."""
     wholes = {name: Rows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
     return wholes | rows_of(shapes)

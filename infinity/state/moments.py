@@ -1,4 +1,5 @@
-"""Table of the moments that each optimizer keeps. Stored moments have Adam's names for every optimizer."""
+"""Table of the moments that each optimizer keeps. In the store, the moments of every optimizer have the names of Adam's
+moments."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ KEPT: dict[str, dict[str, Moment]] = {
     "adagrad": {"sum": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "exp_avg"},
 }
-"""Names of the moments of each optimizer: torch's name of a moment, with its name in the store."""
+"""Moments of each optimizer: torch's name of each moment, with its name in the store."""
 
 STORED: dict[str, tuple[Moment, ...]] = {name: tuple(kept.values()) for name, kept in KEPT.items()}
 STORED_AS: dict[str, Moment] = {torchs: stored for kept in KEPT.values() for torchs, stored in kept.items()}
-"""Names of stored moments of all optimizers, by torch's names."""
+"""Name in the store of each moment of any optimizer, by torch's name."""
 
 assert tuple(KEPT) == get_args(OptimizerName)

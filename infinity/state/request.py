@@ -12,12 +12,12 @@ from infinity.state.moments import Moment
 
 
 class SegmentRequest(NamedTuple):
-    """Elements [begin, end) of a group, and the rule by which they are updated.
+    """Elements [begin, end) of a group, and the optimizer's rule that updates them.
 
     Attributes:
         begin, end: range of elements.
         step, model_index, fresh, grad_scale: arguments of _native.Segment; `model_index` is the segment's `index`.
-        options: the other arguments of _native.Segment; one object for all parameters of a param group.
+        options: all other arguments of _native.Segment; one dict is shared by all parameters of a param group.
     """
 
     begin: int
@@ -31,12 +31,13 @@ class SegmentRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """Update of a group that an optimizer requests for one step. Equal requests give the same bits.
+    """Update of a group that an optimizer requests for one step. Two equal requests give the same bits.
 
     Attributes:
-        segments: segments, sorted by element; elements outside all segments are not changed.
-        moments: moments that the segments' rules use; only these moments are moved. None: all moments of the group.
-        arithmetic: if false, the states are read and written back unchanged.
+        segments: segments in the order of their elements. Elements outside of all segments are not changed.
+        moments: moments that the rules of the segments use, by name. Only these moments are read and written. None: all
+            moments of the group.
+        arithmetic: whether new values are computed; False: the states are read and written back unchanged.
     """
 
     segments: tuple[SegmentRequest, ...]
@@ -53,7 +54,7 @@ class GroupUpdate:
 
 
 def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:
-    """Return whether any gradient is multiplied by a factor other than `scale`."""
+    """Return whether any gradient is multiplied by another factor than `scale`."""
     groups = (group for request in requests.values() for group in request.values())
     return any(segment.grad_scale != scale for group in groups for segment in group.segments)
 

@@ -1,17 +1,17 @@
-"""Partition of units over ranks: each rank keeps a slice of every unit, and treats the slice as a unit.
+"""Partition of units over ranks. Each rank keeps a slice of every unit, and treats this slice as a unit.
 
 [Note: slices]
-A slice is one range of elements of a group's flat buffers, the same range for weights, residual, moments and gradients.
-Every slice begins at a multiple of SHARD_NUMEL elements. So a slice boundary divides no partial of a sum of squares, no
-block of int8 moments and no page. A slice can be read with O_DIRECT directly to its place among the other slices. The
-last ranks have shorter slices than the other ranks, or empty slices. Nothing is padded.
+In each group, a slice is a range of elements of the group's flat buffers. The range is the same for weights, residual,
+moments and gradients. Every slice begins at a multiple of SHARD_NUMEL elements. So a slice boundary divides no partial
+sum of squares, no block of int8 moments and no page, and a slice can be read with O_DIRECT directly to its place among
+the other slices. The slices of the last ranks may be shorter than the others, or empty. Slices are not padded.
 
-A slice contains at most one contiguous range of a parameter. A slice can therefore be treated as a unit; its parameters
-are pieces of the complete parameters (`Shard.local`). The arithmetic of a piece's update does not depend on where the
-piece is: N ranks compute the same bits as one rank.
+A slice contains at most one contiguous piece of each parameter. It can therefore be treated as a unit whose parameters
+are these pieces (`Shard.local`). The arithmetic of an update does not depend on the place of a piece, so N ranks
+compute the same bits as one rank.
 
-Source: ZeRO (arXiv 1910.02054) shards the states over ranks; FSDP2 shards along the first dimension of each parameter,
-as its DTensors need, and copies the data before and after each all-gather.
+Source: ZeRO (arXiv 1910.02054), which shards the states over ranks. FSDP2 instead shards along the first dimension of
+each parameter, because its DTensors need this, and must copy the data before and after each all-gather.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Group, ParameterSpec, Unit
 
 SHARD_NUMEL = 64 << 10
-"""Number of elements at whose multiples slices begin.
+"""Number of elements; every slice begins at a multiple of this number.
 
-The number is the least common multiple of the elements of a partial (65,536), of a block of int8 moments (256) and of
-a page of 16-bit values (2,048).
+It is the least common multiple of the number of elements of a partial sum (65,536), of a block of int8 moments (256)
+and of a page of 16-bit values (2,048).
 """
 SHARD_NUMEL_MIN = PAGE_BYTES // 2
-"""Smallest allowed number of elements at whose multiples slices begin. Slice boundaries may divide partials of sums.
+"""Smallest number that is allowed in place of SHARD_NUMEL.
 
-With this number, the last bits of the gradients' norm depend on the number of ranks.
+With this number, slice boundaries may divide partial sums, so the last bits of the gradients' norm depend on the number
+of ranks.
 """
 
 Range = tuple[int, int]
@@ -43,9 +44,9 @@ Range = tuple[int, int]
 
 
 def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Range, ...]:
-    """Return the slice of `numel` elements of each of `count` ranks, in the order of the ranks.
+    """Divide `numel` elements over `count` ranks, and return the slices in the order of the ranks.
 
-    The slices are equal, rounded up to `multiple` elements, until no element is left.
+    The slices have equal sizes, rounded up to a multiple of `multiple` elements, until no element is left.
     """
     size = round_up(-(-numel // count), multiple)
     return tuple((min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(count))
@@ -53,12 +54,12 @@ def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Rang
 
 @dataclass(frozen=True)
 class Cut:
-    """Number of ranks that units are sharded over, and this rank's index.
+    """Partition of units over a number of ranks, and this rank's index among these ranks.
 
     Attributes:
         count: number of ranks, each of which has a slice.
         index: this rank's position among the ranks.
-        numel: every slice begins at a multiple of this many elements.
+        numel: number of elements; every slice begins at a multiple of this number.
     """
 
     count: int
@@ -73,7 +74,7 @@ class Cut:
 
     @property
     def whole(self) -> bool:
-        """Whether there is only one rank, which has all of every unit."""
+        """Whether there is only one rank, which has every unit completely."""
         return self.count == 1
 
     def of(self, unit: Unit) -> Shard:
@@ -82,7 +83,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """Slice of a unit that belongs to a rank.
+    """One unit and its partition over the ranks, with this rank's slice.
 
     Attributes:
         full: the complete unit.
@@ -94,7 +95,7 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether there is only one rank, which has all of the unit."""
+        """Whether there is only one rank, which has the complete unit."""
         return self.cut.whole
 
     @cached_property
@@ -110,7 +111,7 @@ class Shard:
     def local(self) -> Unit:
         """This rank's slice as a unit, with all groups of the complete unit in the same order.
 
-        A group has 0 elements if this rank has none of the group's elements.
+        If this rank has no elements of a group, the group has 0 elements.
         """
         if self.whole:
             return self.full

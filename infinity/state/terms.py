@@ -1,4 +1,4 @@
-"""Terms of an offload: the arguments of a script, as the plan and the store need them."""
+"""Terms of an offload: the arguments of infinity.offload, in the form that the plan and the store need."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Terms:
 
     Attributes:
         config: the config.
-        device: device that the model computes on.
-        optimizer: optimizer for whose moments the plan reserves space.
-        accumulation_steps: backward passes before each step; None if not known.
-        faults: transfers that fail, for tests.
-        resumes: whether the run resumes from generations in an existing store. The existing store has the necessary
-            space, and a resumed run commits.
-        replaces: description of the other ranks' generation that the run resumes from; "" if the run resumes from no
-            such generation. The new stores replace the stores of the other ranks, which still exist.
+        device: device on which the model computes.
+        optimizer: name of the optimizer for whose moments the plan reserves space.
+        accumulation_steps: number of backward passes before each step; None if it is not known.
+        faults: transfers that must fail, for tests.
+        resumes: whether the run resumes from generations in an existing store. The store then already has its space on
+            the disk, and the run makes commits.
+        replaces: description of a generation that another number of ranks has made, if the run resumes from it;
+            otherwise "". The new stores replace the old stores, which still exist when the run begins.
     """
 
     config: SwapConfig
@@ -57,5 +57,5 @@ class Terms:
 
     @property
     def goes_on_from(self) -> str:
-        """Description of the source that the run resumes from, equal on all ranks."""
+        """Description of the source from which the run resumes, the same on all ranks."""
         return self.replaces or ("the generations of these ranks" if self.resumes else "nothing")

@@ -1,15 +1,17 @@
-"""Unit: the parameters that move together, and the place of each parameter in the unit's flat buffers.
+"""Unit: the parameters that are fetched, released and updated together, and the place of each parameter in the unit's
+flat buffers.
 
 [Note: layout of a unit]
-A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. The buffer is divided into groups of
-parameters with the same (trainable, codec, dtype, form of the moments), trainable groups first. Each group begins on a
-4 KiB boundary. The optimizer states of a group are flat buffers over its elements: element i of `residual`, `exp_avg`,
-`exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. An update therefore runs over one group
-with one format, and a unit of mixed dtypes has several groups. Frozen groups have weights only.
+A unit's weights are one flat buffer, aligned to 4 KiB, so a fetch is one read. The buffer is divided into groups. The
+parameters of a group are all trainable or all frozen, and have the same codec, dtype and form of the moments. Trainable
+groups come first. Each group begins on a 4 KiB boundary. The optimizer states of a group are flat buffers over its
+elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and `grad` belongs to element i of the group's part of the
+weights. An update therefore runs over one group with one format, and a unit with several dtypes has several groups.
+Frozen groups have only weights.
 
 A slot contains the buffer of a unit's weights. At home the groups are stored one after the other, in the same order.
-Groups with a codec (state/frozen_codecs.py) are smaller at home: they consist of the encoded parameters, one after the
-other. Groups with a codec are the last groups of a unit, so every other group has the same offset at home and in a
+Groups with a codec (state/frozen_codecs.py) are smaller at home, where their encoded parameters are stored one after
+the other. Groups with a codec are the last groups of a unit, so all other groups have the same offset at home and in a
 slot.
 """
 
@@ -27,7 +29,8 @@ from infinity.state.codec import Codec, encoded_ranges
 from infinity.state.dtypes import require_supported
 
 ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
-"""Every parameter's offset in its group is a multiple of this number, so no block of moments spans two parameters."""
+"""The offset of every parameter in its group is a multiple of this number, so no block of moments belongs to two
+parameters."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ParameterSpec:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the parameter, which is contiguous in its group."""
+        """Strides of the parameter, whose elements are contiguous in its group."""
         steps = [1]
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
@@ -61,12 +64,12 @@ class Group:
     Attributes:
         dtype: dtype of the weights.
         trainable: whether the optimizer changes the parameters.
-        moments: form of exp_avg and exp_avg_sq; "fp32" if the group has none.
+        moments: form of exp_avg and exp_avg_sq; "fp32" if the group has no moments.
         specs: places of the parameters.
-        numel: elements of the flat buffers, alignment gaps included.
-        weight_offset: bytes from the start of the unit's weights.
+        numel: number of elements of the flat buffers, including alignment gaps.
+        weight_offset: offset of the group in the unit's weights, in bytes.
         weight_bytes: bytes of the group's weights in a slot, a multiple of 4 KiB.
-        codec: form of the weights at home; None if it is the same as in a slot.
+        codec: encoded form of the weights at home; None if the form at home is the same as in a slot.
     """
 
     dtype: torch.dtype
@@ -87,7 +90,8 @@ class Group:
 
     @cached_property
     def encoded(self) -> dict[str, tuple[int, int]]:
-        """Bytes [begin, end) of each encoded parameter in the group's home, by name; empty without a codec."""
+        """Bytes [begin, end) of each encoded parameter in the group's home, by name; empty if the group has no
+        codec."""
         return {} if self.codec is None else encoded_ranges(self.codec, {spec.name: spec.shape for spec in self.specs})
 
     def byte_range(self, spec: ParameterSpec) -> tuple[int, int]:
@@ -101,7 +105,7 @@ class Group:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients in the dtype in which autograd produces them, rounded up to 4 KiB."""
+        """Bytes of the gradients in the dtype that autograd gives them, rounded up to 4 KiB."""
         return self.state_bytes(self.dtype.itemsize)
 
     @property
@@ -116,10 +120,11 @@ class Unit:
 
     Attributes:
         index: number of the unit in the model.
-        name: fully qualified name of the module that the parameters belong to.
+        name: fully qualified name of the module to which the parameters belong.
         groups: groups of parameters, in the order of the flat weights.
         weight_bytes: length of the flat weights in a slot, a multiple of 4 KiB.
-        stays: whether the unit is small enough to stay on the device while the model runs (the remainder).
+        stays: whether the unit is never evicted while the model runs. This is so for the unit of the remaining small
+            parameters.
     """
 
     index: int
@@ -139,17 +144,17 @@ class Unit:
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """Bytes at home that are decoded into a slot; they are the last bytes of the home."""
+        """Bytes at home that are decoded into a slot. They are the last bytes of the home."""
         return sum(group.home_bytes for group in self.groups if group.codec is not None)
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Bytes in a slot that the optimizer changes; they are the first bytes of the slot."""
+        """Bytes in a slot that the optimizer changes. They are the first bytes of the slot."""
         return sum(group.weight_bytes for group in self.groups if group.trainable)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients as autograd produces them, one group after the other."""
+        """Bytes of the gradients of all groups, in the dtypes that autograd gives them."""
         return sum(group.gradient_bytes for group in self.trainable_groups)
 
     def find(self, name: str) -> tuple[Group, ParameterSpec]:
@@ -162,13 +167,12 @@ class Unit:
 
     @property
     def trainable_groups(self) -> tuple[Group, ...]:
-        """Trainable groups that have elements: a rank's slice may have no element of a group."""
+        """Trainable groups that have at least one element. A rank's slice may have no element of a group."""
         return tuple(group for group in self.groups if group.trainable and group.numel)
 
     @property
     def trained_whole(self) -> bool:
-        """Whether an update may change every weight of the unit: the unit has trained weights, and no frozen
-        weights."""
+        """Whether the unit has trained weights and no frozen weights, so that an update may change every weight."""
         return all(group.trainable for group in self.groups if group.numel) and bool(self.trainable_groups)
 
 
@@ -187,7 +191,7 @@ class Place:
 
 @dataclass(eq=False)
 class UnitParameters:
-    """Name and parameters of a unit that is still being assembled, in module order.
+    """Name of a unit that is being assembled, and its parameters so far, in the order of the modules.
 
     An object of this class is equal only to itself.
     """
@@ -199,12 +203,12 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Facts about a parameter, besides shape and dtype, that the layout needs.
+    """Facts that the layout needs about a parameter, in addition to its shape and dtype.
 
     Attributes:
         index: number of the parameter's first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
-        moments: form of the parameter's moments if the parameter is trained.
-        codec: form of the parameter at home; None if the parameter is not encoded.
+        moments: form of the parameter's moments; used only if the parameter is trained.
+        codec: encoded form of the parameter at home; None if the parameter is not encoded.
     """
 
     index: int
@@ -221,7 +225,7 @@ def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parame
         facts: facts about each parameter of the model.
 
     Raises:
-        ModelError: a parameter has a dtype that cannot be moved.
+        ModelError: infinity does not support the dtype of a parameter.
     """
     keys: dict[tuple[bool, torch.dtype, _native.MomentsName, Codec | None], list[str]] = {}
     for name, parameter in found.parameters.items():

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 
 Source = Callable[[str], torch.Tensor]
-"""Function that returns a parameter by its name: on the CPU, with its shape, in any floating dtype."""
+"""Function that takes the name of a parameter and returns its value on the CPU, in its shape and in any floating-point
+dtype."""
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return a checksum of the bits of all values; if a value changes, the checksum almost certainly changes."""
+    """Return a checksum of the bits of all values. If a value changes, the checksum almost certainly changes, too."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
     return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())

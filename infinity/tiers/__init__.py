@@ -1,4 +1,5 @@
-"""Places where states are kept, and their transfers: homes in RAM or the store, device slots, the gradients' window.
+"""The places where states are kept, and the transfers between them: homes in RAM or the store, slots on the device, and
+the landing window of gradients.
 
 [Note: adding a tier]
 No class represents a tier. A further tier for optimizer states, such as compressed RAM, needs changes in these files:
@@ -7,5 +8,5 @@ No class represents a tier. A further tier for optimizer states, such as compres
     plan/layout.py                  the bytes of the tier
     tiers/resources.py              opening the tier; tiers/home.py: a Home in the tier, and its codec
     tiers/destination.py            how the native update reads and writes the tier (StateStream of csrc/update)
-    durable/commits.py              how a commit gets the states to the store
+    durable/commits.py              how a commit writes the states to the store
 """

@@ -1,7 +1,7 @@
 """Decoding of weights for a slot: in host memory by the native decoder, on a device by kernels.
 
 [Note: decoding] The weights of a group with a codec are smaller at home than in a slot (state/codec.py). A fetch from
-the store reads the encoded weights into a bounce buffer, which is given back once the weights are decoded
+the store reads the encoded weights into a bounce buffer, and gives the bounce buffer back once the weights are decoded
 into the slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the
 bus and are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes
 kernel, if such a kernel is available and gives the same bits as infinity's torch operations. All other formats are
@@ -77,7 +77,7 @@ def _parts(group: Group, data: memoryview, slot: memoryview) -> Iterator[_native
 
 
 def _specs(group: Group) -> Iterator[tuple[ParameterSpec, int, int]]:
-    """Yield each parameter that has elements, with the byte range [begin, end) of its encoded form."""
+    """Yield each parameter that has at least one element, with the byte range [begin, end) of its encoded form."""
     for spec in group.specs:
         begin, end = group.encoded[spec.name]
         if spec.numel:
@@ -121,7 +121,8 @@ def decode_on_device(home: WeightsHome, data: torch.Tensor, slot: torch.Tensor) 
 
 
 def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, out: torch.Tensor) -> None:
-    """Decode one parameter to the bits of the native decoder: fp32 products, rounded to nearest even."""
+    """Decode one parameter. The result has the same bits as from the native decoder: fp32 products, rounded to nearest
+    even."""
     parts = {name: data[begin : begin + nbytes] for name, (begin, nbytes) in parts_of(codec, shape).items()}
     if codec == "int8_rows":
         codes = parts["codes"].view(torch.int8).view(-1, row_numel(shape))
@@ -185,9 +186,10 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
 
 
 _BEYOND = 16
-"""Number of scales that the bitsandbytes kernel may read past the last one, for threads without an element."""
+"""Number of scales that the bitsandbytes kernel may read past the last scale, in threads that have no element."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Function that takes codes, the fp32 scales of their blocks and the number of elements, and returns the values."""
+"""Function that returns the decoded values. It takes codes, the fp32 scales of their blocks and the number of
+elements."""
 
 
 Fused = Callable[[dict[str, torch.Tensor], str, torch.Tensor], None]
@@ -196,9 +198,11 @@ Fused = Callable[[dict[str, torch.Tensor], str, torch.Tensor], None]
 
 @cache
 def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
-    """Return the Triton kernel for a device; None if it cannot be used or decodes to bits other than infinity's.
+    """Return the Triton kernel for a device; None if the kernel cannot be used, or decodes to other bits than
+    infinity's torch operations.
 
-    Infinity's operations take several launches and passes for each piece of a parameter.
+    The torch operations need several kernel launches, and read and write memory several times, for each piece of a
+    parameter.
     """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
@@ -238,7 +242,7 @@ def of_triton() -> Fused:
 
 
 def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a kernel decodes to the same bits as infinity's operations.
+    """Return whether a kernel decodes to the same bits as infinity's torch operations.
 
     The test data has every code, scales of many sizes and an incomplete last block.
     """
@@ -262,9 +266,10 @@ def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, 
 
 @cache
 def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Return the bitsandbytes NF4 kernel for a device; None if it cannot be used or decodes to different bits.
+    """Return the bitsandbytes NF4 kernel for a device; None if the kernel cannot be used, or decodes to other bits than
+    infinity's torch operations.
 
-    Infinity's operations need several times the kernel's memory traffic.
+    The torch operations move several times as many bytes to and from device memory as the kernel.
     """
     if device.type == "cpu" or importlib.util.find_spec("bitsandbytes") is None:
         return None
@@ -299,14 +304,14 @@ def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
 
 
 def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a kernel decodes to the same bits as infinity's operations.
+    """Return whether a kernel decodes to the same bits as infinity's torch operations.
 
     The test data has every code, scales of many sizes and an incomplete last block.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     blocks = 4096
     count = blocks * BLOCK_NUMEL - 13
-    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # torch's default device must not matter
+    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # independent of torch's default device
     codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, **of).to(device)
     exponents = torch.randint(-20, 4, (blocks,), **of)
     scales = torch.rand(blocks, dtype=torch.float32, **of).mul_(torch.exp2(exponents.float())).to(device)
@@ -318,7 +323,7 @@ def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> b
 def value_map(device: torch.device) -> torch.Tensor:
     """Return the NF4 values, fp32 [16], on the device.
 
-    The values are copied to the device only once, not in each fetch.
+    The result is cached, so the values are copied to the device only once.
     """
     return torch.tensor(_native.NF4_MAP, dtype=torch.float32, device=device)
 

@@ -1,18 +1,20 @@
-"""Destination of the new values of a state during an update, and the transfer for which readers of these values wait.
+"""The place to which an update writes the new values of a state, and the transfer for which readers of the new values
+wait.
 
 [Note: where new values go]
 
-    state is kept in     the update     is computed in   reads the current values from   writes a copy in the store
-    RAM                  is decided     its home         its home                        if the step is committed
-    RAM                  speculates     its shadow       its home                        if committed, the spare one
-    the store            is decided     host memory *    the same, or the store          always
-    the store            speculates     no memory        host memory *, or the store     always, the spare one
+    home of      the update     new values are   current values are read       a copy in the store is written
+    the state                   computed in      from
+    RAM          is decided     the home         the home                      if the step is committed
+    RAM          speculates     the shadow       the home                      if the step is committed: the spare copy
+    the store    is decided     host memory *    host memory *, or the store   always
+    the store    speculates     no memory        host memory *, or the store   always: the spare copy
 
-    * For weights only: the slot in which the weights are used, or their host copy from a device.
+    * Only for weights: the slot in which the weights are used, or the copy of a device's weights in host memory.
 
-A shadow becomes the home when the update is applied (units/shadows.py). A copy in the store becomes current when the
-update is finished. If an update of the fetched weights is in progress, the fetch reads the new weights from their
-destination, once they are complete.
+A shadow becomes the home of the state when the update is applied (units/shadows.py). A copy in the store becomes the
+current copy when the update is finished. A fetch of weights whose update is in progress reads the new weights from
+their destination, as soon as the new weights are complete.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from infinity.tiers.home import Home
 class StateDestination:
     """Destination of the new values of one state of a group.
 
-    A destination with only a home describes an unchanged state.
+    If all attributes except `home` are None, the update does not change the state.
 
     Attributes:
         home: home of the state. The state has the same offset in `memory` and `source` as in the home's own lease.
-        memory: memory that has the new values once they are computed; None when they exist only in the update's tiles.
-        source: memory with the current values, when the new values are written to other memory or only to the store;
-            None when the current values are read from `memory` or from the store.
-        copy_index: copy in the store that the new values are written to; None when they are not written.
+        memory: memory for the new values; None when the new values exist only in the update's tiles and in the store.
+        source: memory with the current values, if it is different from `memory`; None when the current values are read
+            from `memory` or from the store.
+        copy_index: copy in the store to which the new values are written; None when nothing is written to the store.
         written: transfer that completes when the new values are at their destination; None when no update is under way.
     """
 
@@ -50,12 +52,12 @@ class StateDestination:
 
     @property
     def rests_in(self) -> Lease | None:
-        """RAM that has the state once the update is applied; None when the state is kept in the store."""
+        """RAM in which the state is kept after the update is applied; None when the state is kept in the store."""
         return (self.memory or self.home.lease) if self.home.in_memory else None
 
     @property
     def moves(self) -> bool:
-        """Whether applying the update will move the state to other RAM; False once the update is applied."""
+        """Whether the home of the state will move to other RAM when the update is applied; False after that."""
         return self.rests_in is not self.home.lease
 
     @property
@@ -68,7 +70,7 @@ class StateDestination:
         )
 
     def stream(self, store: SwapStore | None) -> _native.StateStream:
-        """Return the state as a stream, which is the form that the update pipeline needs."""
+        """Return the description of the state that the native update needs."""
         memory, source = self._view(self.memory), self._view(self.source)
         if self.copy_index is None:
             return _native.StateStream(memory=memory, source=source)
@@ -99,14 +101,14 @@ Written = Mapping[int, StateDestination]
 
 
 def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> StateDestination:
-    """Return the row of [Note: where new values go] for one state.
+    """Return the destination of one state, according to the table in [Note: where new values go].
 
     Args:
         home: home of the state.
-        beside: memory beside the home. For a state in RAM this memory is the shadow; for a state in the store this
-            memory also has the current values. None: there is no such memory.
-        copy_index: copy in the store to write to; see the attribute of Destination.
-        speculative: the update is speculative.
+        beside: memory other than the home. For a state in RAM this is the shadow. For a state in the store this is
+            memory that has the current values and gets the new values. None: there is no such memory.
+        copy_index: copy in the store to write to; see StateDestination.copy_index.
+        speculative: whether the update is speculative.
     """
     if not speculative:
         return StateDestination(home, home.lease or beside, copy_index=copy_index)

@@ -1,4 +1,5 @@
-"""A device with separate memory: one slab, divided into slots and a ring for gradients, and the copy queues."""
+"""The memory of a device, which is divided into slots and a ring for gradients, and the queues of copies to and from
+the device."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceTier:
-    """The memory and the copy queues of a device.
+    """The memory of a device, and the queues of copies to and from the device.
 
     The tier is opened after the arena and the compute threads, and closed before the engine.
 
     Attributes:
-        staying: slab for the weights of units that stay while the model runs. This slab is separate, so that a staying
-            unit that is fetched late does not fragment the slots.
+        staying: slab for the weights of units that are never evicted. This slab is separate, because such a unit may be
+            fetched late and would then fragment the slots.
         slots: slab for all other weights.
         ring: slab for gradients.
-        decoding: slab for encoded weights, which are kept there until they are decoded into slots.
+        decoding: slab for encoded weights that wait to be decoded into slots.
 
     Raises:
         PlanError: the device has less free memory than the plan needs.
-        ConfigError: as Accelerator.gate.
+        ConfigError: the errors of Accelerator.gate.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class DeviceTier:
         refused = arena.pin(accelerator, pool)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
-        # torch may return memory that was just freed and that kernels in the queue still use.
+        # kernels in the queue may still use the new memory, if other code has freed it just before
         after = [accelerator.record(accelerator.current())]
         stays = sum(unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays)
         self.staying = Slab(accelerator, memory[:stays], after)
@@ -65,23 +66,23 @@ class DeviceTier:
         self.weights = WeightsDownloads(accelerator, gate, copies, pool)
 
     def close(self) -> None:
-        """Wait for all copies in flight and all kernels that use the slab, so that the memory can be freed."""
+        """Wait for all copies in flight, and for all kernels that use the slab. After that the memory can be freed."""
         with ExitStack() as closing:  # close all queues, even if one raises
             closing.callback(self.accelerator.synchronize_all)
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 
     def give_back(self) -> None:
-        """Free the device memory after close(), when the slab is not used any more."""
+        """Free the device memory. Call this after close(), when nothing uses the slab any more."""
         for slab in (self.staying, self.slots, self.ring, self.decoding):
             slab.give_all_back()
 
 
 def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
-    """Return the entry points of the device's runtime, for native threads.
+    """Return the object through which native threads call the device's runtime.
 
     Raises:
-        ConfigError: as Accelerator.gate.
+        ConfigError: the errors of Accelerator.gate.
     """
     table = accelerator.gate()
     return _native.DeviceGate(
@@ -119,7 +120,7 @@ def open_device(
     engine: _native.IOEngine,
     pool: _native.ThreadPool,
 ) -> DeviceTier | None:
-    """Return the device tier; None when the model computes in host memory."""
+    """Return the device tier; None when the model computes on the CPU."""
     return None if accelerator is None else DeviceTier(accelerator, plan, arena, engine, pool)
 
 

@@ -1,19 +1,19 @@
-"""Download of gradients: through a bounded ring of device memory, in one copy for each group of a unit.
+"""Download of gradients to host memory, through a ring of device memory, with one copy for each group of a unit.
 
 [Note: the way of a gradient from a device]
 
     autograd ──pack──▶ ring (the group, flat) ──send──▶ pinned host memory ──native thread──▶ landed
 
-Gradients are packed into a piece of the ring on the compute stream, as they arrive. `send` queues one copy to the host,
-and gives the piece back to the ring with the event behind that copy. The next user of the same bytes waits for the
-event on the device; the host does not wait. A native thread waits for the copy, computes the sums of squares, and where
-needed adds the gradients to earlier gradients in host memory. Updates and writes to the store begin after the native
-thread's work.
+As gradients arrive, they are packed into a piece of the ring on the compute stream. `send` queues one copy to the host,
+and gives the piece back to the ring with an event that follows the copy. The stream that uses the same bytes next waits
+for this event; the host does not wait. A native thread waits for the copy and computes the sums of squares. If host
+memory has earlier gradients of the same parameters, the thread adds the new gradients to them. Updates and writes to
+the store begin after the native thread has finished.
 
 When the ring is full, the oldest packed piece is sent, even if the piece is incomplete.
 
-When more gradients of the same parameters will follow soon, a piece is fp32, the gradients are added in the piece, and
-one copy sends the sum. The additions and their order are the same as in host memory.
+When more gradients of the same parameters will follow soon, the piece is fp32. The gradients are added in the piece,
+and one copy sends their sum. The additions and their order are the same as in host memory.
 
 If the first gradient of a parameter has the dtype of the host buffer, it is copied directly to its place in the buffer.
 A gradient that must be converted, or added to an earlier gradient in host memory, is copied to a bounce buffer first.
@@ -41,9 +41,9 @@ class Landing:
     """Gradients of a group, in flight to host memory.
 
     Attributes:
-        future: future of the landing.
+        future: future that is done when the gradients have landed.
         names: names of the parameters, in the order of the sums.
-        event: event behind the copy; the event must be kept alive until the copy is done.
+        event: event that follows the copy; the event must be kept alive until the copy is done.
     """
 
     future: _native.LandingFuture
@@ -54,7 +54,7 @@ class Landing:
         return self.future.done()
 
     def wait(self) -> None:
-        """Wait until the gradients have landed, or are lost."""
+        """Wait until the gradients have landed or the transfer has failed."""
         self.future.wait()
 
     def sums(self) -> Mapping[str, Sequence[float]]:
@@ -77,13 +77,14 @@ class Landing:
 
 @dataclass(eq=False)
 class GradientBatch:
-    """Gradients of one group in the ring.
+    """A piece of the ring, with gradients of one group.
 
     Attributes:
         group: the group.
         target: host memory of the full group, in `dtype`.
         dtype: dtype of the gradients in host memory.
-        held: dtype of the gradients on the device: autograd's dtype, or fp32 when gradients are added in this piece.
+        held: dtype of the gradients in this piece: the dtype from autograd, or fp32 when gradients are added in the
+            piece.
         adds_up: whether several gradients of a parameter are added in this piece.
         lease: memory in the ring.
         uses: streams that use the memory.
@@ -108,10 +109,11 @@ class GradientBatch:
         return self.lease.memory.view(self.held)[spec.offset : spec.offset + spec.numel]
 
     def takes(self, spec: ParameterSpec, *, add: bool) -> bool:
-        """Return whether the piece accepts a gradient: a parameter's first, or one to add to the gradient in the piece.
+        """Return whether the piece accepts a gradient. It accepts the first gradient of a parameter, and a gradient
+        that is added to a gradient in the piece.
 
-        A piece that adds gradients must have all gradients of a parameter from the first one on; otherwise the order of
-        the additions would change.
+        A piece that adds gradients must have all gradients of a parameter from the first one on, because otherwise the
+        order of the additions would change.
         """
         if self.landing is not None:
             return False
@@ -134,14 +136,15 @@ class _D2HStream:
         self._rest()
 
     def _rest(self) -> None:
-        """Wait for all copies, including copies that the native thread does not know."""
+        """Wait for all copies, including copies that were not handed to the native thread."""
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
 class GradientQueue(_D2HStream):
     """Queue of gradients from the device to the host.
 
-    Invariant: `_open` has the pieces that are not sent yet, oldest first; each has a lease of the ring.
+    Invariant: `_open` has the pieces that are not sent yet, the oldest first. Each of these pieces has a lease of the
+    ring.
     """
 
     def __init__(
@@ -160,7 +163,8 @@ class GradientQueue(_D2HStream):
             group: the group.
             target: host memory of the full group; nothing else may write to it until the piece has landed.
             dtype: dtype of the target.
-            adds_up: more gradients of these parameters will follow soon, and the target is fp32.
+            adds_up: whether gradients are added in the piece, because more gradients of these parameters will follow
+                soon; the target must be fp32.
         """
         adds_up = adds_up and group.numel * torch.float32.itemsize <= self._ring.nbytes
         held = torch.float32 if adds_up else group.dtype
@@ -176,7 +180,7 @@ class GradientQueue(_D2HStream):
         return packed
 
     def pack(self, packed: GradientBatch, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into a piece that accepts it (GradientBatch.takes), in the order of this thread's stream."""
+        """Put one gradient into a piece that accepts this gradient (GradientBatch.takes), on this thread's stream."""
         if spec in packed.specs:
             packed.uses.begin_behind_others()
             packed.of(spec).add_(gradient.reshape(-1))
@@ -190,7 +194,7 @@ class GradientQueue(_D2HStream):
     def send(self, packed: GradientBatch) -> Landing:
         """Queue the copy of a piece to the host. After this call the piece accepts no further gradients.
 
-        After an error the piece is unchanged: the piece may be sent again or dropped.
+        After an error the piece is unchanged, and may be sent again or dropped.
         """
         if packed.landing is None:
             direct = not packed.added and packed.dtype == packed.held
@@ -207,7 +211,7 @@ class GradientQueue(_D2HStream):
         """Drop a piece whose gradients are no longer needed."""
         if packed.landing is None:
             self._open.remove(packed)
-            before = () if packed.specs else packed.lease.after  # packing has waited for these events
+            before = () if packed.specs else packed.lease.after  # pack has waited for these events
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
     def _send_to_bounce(self, packed: GradientBatch) -> Landing:
@@ -244,7 +248,7 @@ class GradientQueue(_D2HStream):
         return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
     def _copy(self, packed: GradientBatch, into: torch.Tensor) -> Event:
-        """Copy the packed gradients in as few copies as the gaps between them allow."""
+        """Copy the packed gradients. Gradients without a gap between them are copied together."""
         after = [] if not packed.specs else packed.uses.events()
         event = None
         itemsize = packed.held.itemsize
@@ -270,7 +274,7 @@ class GroupDownload:
     """Download of the gradients of one group.
 
     Attributes:
-        queue: queue that all groups share.
+        queue: queue of all groups.
         packed: piece that receives gradients now; None if no gradient was packed since the last send.
     """
 
@@ -278,10 +282,11 @@ class GroupDownload:
         self.queue = queue
         self._group = group
         self.packed: GradientBatch | None = None
-        self._on_way: list[Landing] = []  # landings of the pieces sent before, in order
+        self._on_way: list[Landing] = []  # landings of the pieces that were sent before, in order
 
     def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> GradientBatch:
-        """Lease another piece of the ring, after the previous one was sent. Args as GradientQueue.begin."""
+        """Lease another piece of the ring, after the previous piece was sent. The arguments are those of
+        GradientQueue.begin."""
         self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
         return self.packed
 
@@ -297,18 +302,20 @@ class GroupDownload:
         return [landing.future for landing in self._on_way]
 
     def sent(self, name: str) -> bool:
-        """Return whether a gradient of this parameter was sent that `land` has not processed yet."""
+        """Return whether a gradient of this parameter was sent and its landing has not been collected yet
+        (`wait_landed`)."""
         return any(name in landing.names for landing in self._on_way)
 
     def wait_landed(self) -> Iterator[Mapping[str, Sequence[float]]]:
-        """Wait until all gradients have landed, in order. Yields the results and raises the errors of Landing.sums."""
+        """Wait until all gradients have landed, one landing after the other. Yields the result of Landing.sums for each
+        landing, and raises its errors."""
         self.send()
         while self._on_way:
             yield self._on_way[0].sums()
             del self._on_way[0]
 
     def forget(self) -> None:
-        """Drop all gradients; on return no gradient is in flight."""
+        """Drop all gradients. When this method returns, no gradient is in flight."""
         if self.packed is not None:
             packed, self.packed = self.packed, None
             if packed.landing is None:
@@ -325,9 +332,9 @@ class WeightsCopy:
     """Copy of a unit's weights in host memory, complete or in flight.
 
     Attributes:
-        lease: the host memory. The owner of the copy releases the memory once no reader needs it any more.
-        landed: future that readers of the memory wait for.
-        event: event until which the device memory is read.
+        lease: the host memory. The owner of the copy must release the memory once no reader needs it any more.
+        landed: future for which readers of the memory must wait.
+        event: event after which the device memory is no longer read.
     """
 
     lease: Lease
@@ -335,7 +342,7 @@ class WeightsCopy:
     event: Event
 
     def release(self) -> None:
-        """Release the memory, after waiting for the copy."""
+        """Wait for the copy, then release the memory."""
         self.landed.wait()
         self.lease.release()
 
@@ -343,8 +350,8 @@ class WeightsCopy:
 class WeightsDownloads(_D2HStream):
     """Queue of weights from the device to the host.
 
-    An update of a unit whose weights are kept in the store uses a copy of the slot's current weights, and does not read
-    the weights from the disk again. The queue has its own stream, so that weights do not wait for gradients.
+    If a unit's weights are kept in the store, its update uses a copy of the slot's current weights in place of reading
+    the weights from the disk again. The queue has a separate stream, so that weights do not wait for gradients.
     """
 
     def __init__(
@@ -357,8 +364,9 @@ class WeightsDownloads(_D2HStream):
         """Start to copy the weights of a slot.
 
         Args:
-            weights: uint8 [weight_bytes] on the device; the tensor must not change until the copy's event.
-            after: events after which the weights are complete, with all writes of the forward.
+            weights: uint8 [weight_bytes] on the device; the tensor must not change until the event of the copy is
+                reached.
+            after: events after which the weights are complete, including all writes by the forward.
 
         Returns:
             The copy; None when there is no host memory for it.

@@ -20,7 +20,7 @@ class Home:
         lease: memory of a state in RAM; None for a state in the store.
         start: offset of the state in the lease, in bytes.
         nbytes: size of the state in bytes.
-        extent: place in the store. A state in RAM has an extent only when generations are kept.
+        extent: place of the state in the store. A state in RAM has an extent only when generations are kept.
         dirty: whether the bytes in RAM are newer than the bytes in the store.
     """
 
@@ -41,7 +41,7 @@ class Home:
         return self.lease.view(self.start, self.nbytes)
 
     def stored(self) -> Extent:
-        """Return the place in the store."""
+        """Return the place of the state in the store, which the state must have."""
         if self.extent is None:
             raise AssertionError("a state without a place in the store")
         return self.extent
@@ -71,12 +71,12 @@ class Home:
 class WeightsHome:
     """Homes of the weights of a unit, group by group.
 
-    Invariant: all groups are in one lease, or each group is in an extent.
+    Invariant: either one lease of RAM has all groups, or each group has an extent of the store.
 
     Attributes:
         groups: home of each group.
         nbytes: bytes of all groups, which are concatenated.
-        unit: unit of the weights; None for weights that belong to no unit and have the form of a slot.
+        unit: unit of the weights; None for weights that have no unit and are stored in the layout of a slot.
     """
 
     groups: tuple[Home, ...]
@@ -99,12 +99,12 @@ class WeightsHome:
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes of the encoded groups, which are the last bytes of the home."""
+        """Bytes of the encoded groups. The encoded groups are the last groups of the home."""
         return 0 if self.unit is None else self.unit.encoded_bytes
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes that the optimizer changes, which are the first bytes of a slot."""
+        """Bytes that the optimizer changes. The trained groups are the first groups of a slot."""
         return self.slot_bytes if self.unit is None else self.unit.trained_bytes
 
     def plain(self) -> Iterator[tuple[int, Home]]:
@@ -140,8 +140,8 @@ class GroupStates:
         residual: home of the residual; None without a residual.
         exp_avg: home of the first moment; None without a first moment.
         exp_avg_sq: home of the second moment; None without a second moment.
-        gradient: host memory in which gradients are kept until the update; None without such memory.
-        spilled: place of the gradients in the store; None without such a place. At least one of `gradient` and
+        gradient: host memory in which gradients are kept until the update; None if there is no such memory.
+        spilled: place of the gradients in the store; None if there is no such place. At least one of `gradient` and
             `spilled` is set.
     """
 

@@ -1,8 +1,8 @@
 """Idle time of a device, measured by the device's own clock.
 
-[Note: what a device's clock says] The host runs ahead of a device. Therefore the host's waiting time differs from the
-device's idle time. Two timed events on the compute stream enclose a wait that may keep the device idle. No kernel is
-queued between the two events, so the device has no work between the two events.
+[Note: what a device's clock says] The host runs ahead of a device, so the host's waiting time differs from the device's
+idle time. The idle time is therefore measured with two timed events on the compute stream, before and after a wait that
+may keep the device idle. No kernel is queued between the two events, so the device has no work between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from infinity.base.accelerator import Accelerator, Event
 class IdleClock:
     """Clock of a device's idle time.
 
-    When models compute in host memory, this clock counts nothing, because the host's clock is sufficient (timeline.py).
+    For a model that computes on the CPU, this clock counts nothing, because the host's clock is sufficient
+    (base/timeline.py).
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
@@ -25,7 +26,8 @@ class IdleClock:
         self._seconds = 0.0
 
     def begins(self) -> None:
-        """Begin a wait that may keep the device idle; `ends` ends it. A wait that an exception left open is dropped."""
+        """Begin a wait that may keep the device idle; `ends` ends this wait. If an exception prevented the call of
+        `ends` for an earlier wait, the earlier wait is not counted."""
         if self._accelerator is not None:
             self._began = self._accelerator.record(self._accelerator.current(), timed=True)
 
@@ -37,7 +39,8 @@ class IdleClock:
 
     @property
     def seconds(self) -> float:
-        """Idle seconds of the device up to the last event that it has reached ([Note: what a device's clock says])."""
+        """Idle seconds of the device up to the last event that the device has reached ([Note: what a device's clock
+        says])."""
         if self._accelerator is not None:
             self._take(self._accelerator)
         return self._seconds

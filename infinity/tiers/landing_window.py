@@ -1,16 +1,18 @@
-"""Gradients that do not stay in RAM: the window in which they land, and their transfers to and from the store.
+"""Gradients that are kept in the store: the window of RAM in which they land, and their transfers to and from the
+store.
 
 [Note: the life of a group's spilled gradients]
 
     EMPTY ──load──▶ HERE ──begin_spill──▶ LEAVING ──finish_spill──▶ AWAY ──announce──▶ COMING ──load──▶ HERE
 
-A spill has a lease of the window while it is HERE, LEAVING or COMING, and no lease while it is EMPTY or AWAY. To make
-room, the window first waits for the oldest writes, and after that writes the spill that has been HERE longest to the
-store. In this way there is always room for one group. Gradients in the store are scratch data: no generation names
-them, and they do not outlive the run.
+A Spill is the spilled gradients of one group. It has a lease of the window while it is HERE, LEAVING or COMING, and no
+lease while it is EMPTY or AWAY. To make room, the window first waits for the oldest writes. After that it writes the
+spill that has been HERE longest to the store. In this way there is always room for one group. Gradients in the store
+belong to no generation, and are not used after the run ends.
 
-A failed transfer loses the group's gradients: every later use raises the same error, until the gradients are dropped
-(zero_grad). A device that was given up may still use the memory, so the lease of this memory is never given back.
+If a transfer fails, the group's gradients are lost. Every later use raises the same error, until the gradients are
+dropped (zero_grad). If a disk does not answer before a deadline, it may still read or write the memory later, so the
+lease of this memory is never given back.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class _SpillState(enum.Enum):
 class LandingWindow:
     """Memory in which spilled gradients land.
 
-    Invariant: `_here` has the spills that are HERE or COMING, `_leaving` has the spills that are LEAVING; in both the
-    oldest is first.
+    Invariant: `_here` has the spills that are HERE or COMING, and `_leaving` has the spills that are LEAVING. In both
+    the oldest spill is first.
     """
 
     def __init__(self, space: Space, store: SwapStore) -> None:
@@ -47,10 +49,10 @@ class LandingWindow:
         self._leaving: list[Spill] = []
 
     def make_room(self, nbytes: int) -> Lease:
-        """Return a lease, after enough other gradients have left the window.
+        """Return a lease of the window. If there is no room, wait until enough other gradients have left the window.
 
         Raises:
-            SwapIOError: one of the writes that had to make room failed.
+            SwapIOError: a write of other gradients, which had to make room, failed.
         """
         while True:
             lease = self.space.try_lease(nbytes)
@@ -99,8 +101,8 @@ class Spill:
     Args:
         extent: place in the store.
         landing: the window.
-        down: download from a device, which must be complete before a write to the store; None when gradients land at
-            once.
+        down: download from a device, which must be complete before a write to the store; None when gradients come from
+            the CPU.
     """
 
     def __init__(self, extent: Extent, landing: LandingWindow, down: GroupDownload | None) -> None:
@@ -126,17 +128,19 @@ class Spill:
         self._used_bytes = nbytes
 
     def announce(self) -> None:
-        """Start to read the gradients from the store for a `load` that will follow soon, if the window has room."""
+        """Start to read the gradients from the store if the window has room, because `load` will follow soon."""
         if self._where is _SpillState.AWAY and self._failure is None:
             lease = self._landing.space.try_lease(self.nbytes)
             if lease is not None:
                 self._read(lease)
 
     def load(self) -> memoryview:
-        """Return the group's part of the window with the group's last gradients; garbage if the group has no gradients.
+        """Return the group's part of the window, with the group's last gradients. If the group has no gradients, the
+        contents are undefined.
 
         Raises:
-            SwapIOError: a transfer of these gradients failed, or a write of other gradients that had to make room.
+            SwapIOError: a transfer of these gradients failed, or a write of other gradients, which had to make room,
+                failed.
         """
         self._require_whole()
         if self._where is _SpillState.EMPTY:
@@ -154,7 +158,7 @@ class Spill:
     def begin_spill(self) -> None:
         """Start to write the gradients in the window to the store.
 
-        If the gradients were only read from the store, they are dropped without a write.
+        If the gradients are still being read from the store, this method waits for the read and writes nothing.
 
         Raises:
             SwapIOError: the read in progress failed.
@@ -170,7 +174,7 @@ class Spill:
             self._move(_SpillState.LEAVING)
 
     def finish_spill(self) -> None:
-        """Wait until the write in progress is complete, and give the lease back.
+        """Wait until the write in progress is complete, then give the lease back.
 
         Raises:
             SwapIOError: the write failed.
@@ -192,7 +196,7 @@ class Spill:
         self._failure = None
 
     def stream(self) -> _native.StateStream:
-        """Write the gradients to the store, and return them as a stream, the form that the update needs.
+        """Write the gradients to the store, and return the description of the gradients that the native update needs.
 
         Raises:
             SwapIOError: the gradients were lost.
@@ -213,7 +217,7 @@ class Spill:
         self._move(_SpillState.COMING)
 
     def _wait(self) -> None:
-        """Wait for the transfer in progress. Ctrl-C changes nothing."""
+        """Wait for the transfer in progress. If Ctrl-C ends the wait, the state of the spill is unchanged."""
         if self._transfer is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""Resources of one offloaded model below the coordinator; each resource exists once per model.
+"""Resources of one offloaded model below the coordinator.
 
-The resources are the engine, the store, the arena, the compute threads and the home of every state. All resources are
-opened according to the plan's layout.
+The resources are the I/O engine, the store, the arena, the compute threads and the home of every state. Each model has
+its own resources, which are opened according to the plan's layout.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class Resources:
     If an error occurs during opening, all resources that were already opened are closed.
 
     Attributes:
-        world: the ranks. Closing the resources leaves the world.
-        facts: facts that a run must have in common with this one to resume the states of this rank.
+        world: the ranks. When the resources are closed, this rank leaves the world.
+        facts: facts about this rank's states. A run can resume these states only if its facts are the same.
         torch_device: device on which models compute.
         device: device tier; None when models compute in host memory.
         idle: clock of the device's idle time.
-        decoding: decoder of encoded weights for slots in host memory; None when there are none.
+        decoding: decoder of encoded weights for slots in host memory; None when no weights are decoded in host memory.
 
     Raises:
         SwapIOError: the swap file cannot be made.
         StoreLockedError: another run uses the directory.
         StoreNotEmptyError: the directory has the generations of an earlier run.
         ConfigError: the config does not fit the machine (for example, a path or update.threads).
-        ResumeError: with `resume`, there is no store to resume, or the existing store does not fit the model and the
+        ResumeError: with `resume`: there is no store to resume, or the existing store does not fit the model and the
             config.
     """
 
@@ -91,8 +91,8 @@ class Resources:
                 self.store = self._open_store(nvme, run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
-            # Homes have a memory region of their own. They move when an update is applied, and would otherwise
-            # fragment the memory for fetched weights.
+            # Homes have a separate memory region. They move when an update is applied, and would otherwise fragment the
+            # memory for fetched weights.
             self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
@@ -133,8 +133,8 @@ class Resources:
     def _numa_node(self, accelerator: Accelerator | None) -> int:
         """Return the NUMA node for the memory and the threads of updates; -1 for any node.
 
-        The device's node has priority over the node of the disks. All bytes that a device uses cross the device's bus
-        in each pass, while the disks read and write states only once per step.
+        The device's node has priority over the node of the disks, because the device's bus carries all weights in each
+        forward and backward. The disks read and write states only once per step.
         """
         node = -1 if accelerator is None else accelerator.numa_node
         return self.store.numa_node if node < 0 and self.store is not None else node
@@ -156,7 +156,7 @@ class Resources:
             home.mark_read()
 
     def extents(self) -> Iterator[Extent]:
-        """Yield every extent in the swap file, including those for spilled gradients."""
+        """Yield every extent in the swap file, including the extents for spilled gradients."""
         for home in self.homes():
             if home.extent is not None:
                 yield home.extent
@@ -175,7 +175,8 @@ class Resources:
         return extent.newest_copy if self.generations is None else self.generations.copy_to_write(extent)
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """Return a copy in the store that is not the newest and that no generation names; None if there is none."""
+        """Return a copy in the store that is not the newest copy and belongs to no generation; None if there is no such
+        copy."""
         if self.generations is not None:
             return self.generations.spare_copy(extent)
         return next((copy for copy in range(len(extent.offsets)) if copy != extent.newest_copy), None)
@@ -188,7 +189,7 @@ class Resources:
     def _register(self) -> None:
         """Register the memory of transfers with the kernel: the tiles and the free memory for weights.
 
-        States in RAM are not registered, because registration would make all pages of these states resident at once.
+        States in RAM are not registered, because registration would allocate all their pages immediately.
         """
         if self.store is None:
             return
@@ -201,7 +202,7 @@ class Resources:
 
     def _open_store(self, nvme: NvmeConfig, run: str, *, resume: bool) -> SwapStore:
         layout = self.plan.layout
-        kept = layout.swap.kept if layout.swap.nbytes else PAGE_BYTES  # a rank without states still has manifests
+        kept = layout.swap.kept if layout.swap.nbytes else PAGE_BYTES  # a rank without states has manifests, too
         mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
         return SwapStore(
             nvme.paths,
@@ -216,8 +217,8 @@ class Resources:
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
         weights = self._open_weights(layout)
-        # In this order the weights, the residuals and the first moments are one piece of memory, which becomes free in
-        # one piece when the homes move, even if an optimizer does not change the second moment.
+        # In this order the weights, the residuals and the first moments are one piece of memory. When these homes move,
+        # their old memory is again free in one piece, even if the optimizer does not change the second moment.
         leases = {
             (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.local.name}'")
             for name in _STATES
@@ -258,12 +259,12 @@ class Resources:
         )
 
     def close(self, *, discard: bool = False) -> None:
-        """Stop the threads and close the store. Idempotent.
+        """Stop the threads and close the store. A second call does nothing.
 
         The swap file is removed unless it has generations.
 
         Args:
-            discard: remove the swap file even if it has generations.
+            discard: whether the swap file is removed even if it has generations.
         """
         try:
             self._quiet = self.world.close()
@@ -284,9 +285,9 @@ class Resources:
                 self.store.close(discard=discard)
 
     def give_back(self) -> None:
-        """Free RAM and device memory after close(), even while references to the model exist.
+        """Free RAM and device memory, even while references to the model exist. Call this after close().
 
-        There must be no views of a slot. The memory stays if another rank may still write to it or read from it.
+        There must be no views of a slot. If another rank may still use the memory, the memory is not freed.
         """
         if not self._quiet:
             return
@@ -296,7 +297,7 @@ class Resources:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of nvme.paths in which each rank makes its own directory.
+    """Make a directory that nvme.paths names. Each rank makes its own directory inside this directory.
 
     Raises:
         ConfigError: the path cannot be used.

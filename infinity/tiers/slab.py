@@ -1,9 +1,9 @@
 """Device memory: one allocation, divided by the allocator of the arena.
 
-[Note: who used these bytes before] The device runs behind the host: when the host gives a lease back, the device may
-still use the lease's bytes. So a lease is given back with the events of its last uses. The next lease of the same bytes
-lists these events in `after`: the first writer waits for the events on the device. The host does not wait for the
-events.
+[Note: who used these bytes before] The host queues work that the device does later, so when the host gives a lease
+back, the device may still use the bytes. A lease is therefore given back together with the events of its last uses. The
+next lease of the same bytes has these events in `after`, and the first stream that writes to the bytes waits for these
+events. The host does not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class SlabLease:
     Attributes:
         lease: range of the slab.
         memory: uint8 [nbytes] on the device.
-        after: events of earlier uses of these bytes that may not be over; the first write must wait for these events.
+        after: events of earlier uses of these bytes that may still be in progress; the first write must wait for these
+            events.
     """
 
     def __init__(self, lease: Lease, memory: torch.Tensor, after: Sequence[Event]) -> None:
@@ -44,15 +45,15 @@ class SlabLease:
 
 
 class Slab:
-    """A part of the device memory, which is one allocation.
+    """A part of the one allocation of device memory, from which pieces are leased.
 
-    Invariant: leases never overlap. `_left` has the last uses of free byte ranges, and of byte ranges whose new lease
+    Invariant: leases never overlap. `_left` has the last uses of byte ranges that are free, or whose present lease
     waits for these uses.
 
     Args:
         accelerator: device of the memory.
         memory: uint8 [nbytes] on the device.
-        after: events until which earlier owners may use the memory.
+        after: events after which no earlier owner uses the memory.
     """
 
     def __init__(self, accelerator: Accelerator, memory: torch.Tensor, after: Sequence[Event] = ()) -> None:
@@ -75,11 +76,11 @@ class Slab:
         return self._space.fits(nbytes)
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> SlabLease | None:
-        """Lease device memory, as Space.try_lease.
+        """Lease device memory, in the same way as Space.try_lease.
 
         Args:
             nbytes: size of the lease.
-            from_top: take the memory from the high end.
+            from_top: whether to take the memory from the high end of the slab.
 
         Returns:
             The lease; None when no free piece is long enough.
@@ -99,7 +100,7 @@ class Slab:
 
         Args:
             lease: lease of this slab.
-            last_uses: events behind all work that this lease's owner, or an earlier owner, queued on these bytes.
+            last_uses: events that follow all work on these bytes, by the owner of this lease and by earlier owners.
         """
         begin, end = lease.lease.offset, lease.lease.offset + lease.lease.nbytes
         with self._lock:
@@ -122,7 +123,7 @@ class Uses:
 
     Args:
         accelerator: device of the memory.
-        after: function that returns the events that the first use on each stream waits for.
+        after: function that returns events; the first use on each stream waits for these events.
     """
 
     def __init__(self, accelerator: Accelerator, after: Callable[[], Sequence[Event]]) -> None:
@@ -140,7 +141,8 @@ class Uses:
         self._last[stream] = None
 
     def begin_behind_others(self) -> None:
-        """Begin a use of the memory by this thread's stream, after all writes that other streams have queued."""
+        """Begin a use of the memory by this thread's stream, which waits for all work on the memory that other streams
+        have queued."""
         self.begin()
         here = self._accelerator.current()
         for stream, event in self._last.items():
@@ -154,14 +156,14 @@ class Uses:
                 self._last[stream] = self._accelerator.record(stream)
 
     def so_far(self) -> list[Event]:
-        """Return events behind every use queued so far. The uses continue."""
+        """Return events that follow every use queued so far. The uses do not end."""
         return [self._accelerator.record(stream) if event is None else event for stream, event in self._last.items()]
 
     def also(self, event: Event) -> None:
-        """Add an event until which the memory is used."""
+        """Add an event of another use: the memory is used until this event."""
         self._further.append(event)
 
     def events(self) -> list[Event]:
-        """End the uses of all streams, and return events behind every use."""
+        """End the uses of all streams, and return events that follow every use."""
         self.end()
         return [*self._further, *(event for event in self._last.values() if event is not None)]

@@ -28,15 +28,17 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 class Slot(ABC):
-    """A piece of memory that a unit's weights occupy while they are used. torch counts the references to this memory.
+    """A piece of memory that a unit's weights occupy while the weights are used. torch counts the references to this
+    memory.
 
     Args:
-        tensor: uint8 [weight_bytes], on the device; its storage belongs to the slot only.
-        lease: host memory of the slot, if an update may use it; None if the slot is the home of weights in RAM, or
-            memory of a device.
+        tensor: uint8 [weight_bytes], on the device; no other tensor has its storage.
+        lease: host memory of the slot, if an update may use this memory; None if the slot is the home of weights in
+            RAM, or is memory of a device.
 
     Attributes:
-        at_home: whether updates use the slot's memory directly; false: the slot is a copy, which an update makes stale.
+        at_home: whether updates use the slot's memory directly; False: the slot is a copy, and an update makes the copy
+            out of date.
     """
 
     at_home = True
@@ -48,13 +50,14 @@ class Slot(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Make the next work of this thread wait until the weights are complete."""
+        """Make the work that this thread queues next wait until the weights are complete."""
 
     def rest(self) -> bool:
-        """End the use of the weights until `wait` is called again. At this point only parameters refer to the slot.
+        """End the use of the weights until `wait` is called again. The caller has checked that only parameters refer to
+        the slot.
 
         Returns:
-            Whether the parameters must be closed until then; False when reading them meanwhile is harmless.
+            Whether reads of the parameters must be forbidden until `wait` is called; False when reads are harmless.
         """
         return False
 
@@ -62,12 +65,12 @@ class Slot(ABC):
         """Start to copy the weights to host memory for an update.
 
         Returns:
-            The copy; None when an update needs no copy, or there is no memory for one.
+            The copy; None when an update needs no copy, or when there is no memory for a copy.
         """
         return None
 
     def outstanding(self) -> bool:
-        """Return whether the memory has references besides the slot and the expected views of parameters."""
+        """Return whether other tensors than the slot's own and the expected views of parameters refer to the memory."""
         return _references(self.tensor) > self._expected
 
     def expect(self, views: int) -> None:
@@ -79,7 +82,7 @@ class Slot(ABC):
 
 
 class HostSlot(Slot):
-    """Weights that are used in place. A slot without a lease is the weights' home in RAM, which is never given back."""
+    """Slot in host memory. A slot without a lease is the home of the weights in RAM, which is never given back."""
 
     def wait(self) -> None:
         return
@@ -92,7 +95,7 @@ class HostSlot(Slot):
 class HostCopySlot(Slot):
     """Copy in host memory of weights whose home in RAM has another form: encoded, or divided over several ranks.
 
-    The copy is stale once the unit is updated.
+    After an update of the unit the copy no longer has the current weights.
     """
 
     at_home = False
@@ -114,7 +117,7 @@ class SlabSlot(Slot):
     Args:
         slab: slab of the memory.
         lease: memory of the slot.
-        ready: event behind the copy to the device.
+        ready: event that follows the copy to the device.
         accelerator: the device.
         down: queue for copies of the weights to the host.
         trained_bytes: number of bytes at the start of the weights that updates read; None: all bytes.
@@ -154,17 +157,17 @@ class SlabSlot(Slot):
         return copy
 
     def free(self) -> None:
-        self._slab.give_back(self._leased, self._uses.events())  # `ready` is not needed: all uploads share one stream
+        self._slab.give_back(self._leased, self._uses.events())  # without `ready`: uploads use one stream
 
 
 class Fetch(ABC):
-    """Weights in flight to a slot. Life cycle: SlotPool.start() → finish(), once, which waits."""
+    """Weights in flight to a slot. Life cycle: SlotPool.start() → finish(), which waits and is called only once."""
 
     def __init__(self, transfers: Sequence[Transfer] = ()) -> None:
         self._transfers = transfers
 
     def wait(self) -> None:
-        """Wait until finish() can return without waiting. May be interrupted."""
+        """Wait until finish() can return without waiting. Ctrl-C can end this wait."""
         for transfer in self._transfers:
             transfer.wait()
 
@@ -172,7 +175,8 @@ class Fetch(ABC):
         """Wait for the weights, and return their slot.
 
         Raises:
-            SwapIOError: a read failed. The memory was given back, unless the disk was given up and may still write.
+            SwapIOError: a read failed. The memory is given back, unless the disk did not answer before the deadline and
+                may still write to it.
         """
         try:
             wait_all(self._transfers)
@@ -196,15 +200,17 @@ class Fetch(ABC):
 
 
 class SlotPool(Protocol):
-    """Source of slots. `start` returns None when there is no room; units/fetcher.py decides about evictions."""
+    """Source of slots. When there is no room, `start` returns None, and units/fetcher.py decides which unit is
+    evicted."""
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         """Start to fetch weights.
 
         Args:
             home: homes of the weights.
-            after: destinations of new weights of an update in progress; the fetch reads these new weights.
-            version: version of the weights; the version grows with every change of the weights.
+            after: destinations of the new weights of an update in progress; the fetch waits for these new weights and
+                reads them.
+            version: version of the weights; every change of the weights increases the version.
 
         Returns:
             The fetch; None when there is no room.
@@ -213,7 +219,8 @@ class SlotPool(Protocol):
     def free(self, slot: Slot) -> None: ...
 
     def counts(self, home: WeightsHome) -> bool:
-        """Return whether a slot for these weights uses the budget. If so, its eviction makes room for other slots."""
+        """Return whether a slot for these weights takes memory from the budget for slots. If so, its eviction makes
+        room for other slots."""
 
     def waits(self, home: WeightsHome) -> bool:
         """Return whether a fetch of these weights must wait for memory that other fetches still use."""
@@ -234,10 +241,10 @@ class _ResidentFetch(Fetch):
 class HostSlots:
     """Slots of weights that are used on the CPU.
 
-    The slot of weights that are kept in RAM is their home. Weights on NVMe are read into a lease, which is their slot.
-    Encoded weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
+    For weights that are kept in RAM, the slot is their home. Weights on NVMe are read into a lease, which is then the
+    slot. Encoded weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
 
-    The budget is the free space of the arena, from which all other memory has been leased before.
+    The budget for slots is the free space of the arena. All other memory of the arena is leased before the first fetch.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -261,8 +268,8 @@ class HostSlots:
     def _decode(self, home: WeightsHome, lease: Lease) -> Fetch:
         """Decode weights from RAM.
 
-        Groups that are not encoded are small. They are copied immediately, because the next update may change their
-        home.
+        Groups that are not encoded are small, and are copied before this method returns, because the next update may
+        change their home.
         """
         if home.lease is None:
             raise AssertionError("weights that do not rest in RAM")
@@ -306,7 +313,7 @@ class HostSlots:
 
 
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
-    """Start reading into a slot those groups that are not encoded."""
+    """Start to read the groups that are not encoded into a slot."""
     reads = []
     for index, group in home.plain():
         new = after.get(index, StateDestination(group))
@@ -347,9 +354,9 @@ class _DecodeFetch(Fetch):
         self._at_home = at_home
 
     def give_bounce_back(self) -> bool:
-        """Give the bounce buffer back once no transfer uses it.
+        """Give the bounce buffer back if no transfer uses it any more.
 
-        After a SwapTimeoutError the bounce buffer is never given back: the disk may still write to it.
+        After a SwapTimeoutError the bounce buffer is never given back, because the disk may still write to it.
 
         Returns:
             Whether no bounce buffer is left.
@@ -373,9 +380,10 @@ class _DecodeFetch(Fetch):
 class SlabSlots:
     """Slots of weights on a device. The weights are copied from pinned RAM, or from NVMe through a bounce buffer.
 
-    Units of the most common size get memory from the low end of the slab, all other units from the high end. So units
-    of one size reuse the same addresses, and do not fragment each other's space. Units that stay have a separate slab.
-    Units that stay use the common slab only while views of their memory in the separate slab exist.
+    Units of the most common size get memory from the low end of the slab, and all other units from the high end. So
+    units of the most common size reuse the same addresses, and units of other sizes do not fragment their space. Units
+    that are never evicted have a separate slab. They use the common slab only while views of their memory in the
+    separate slab exist.
     """
 
     def __init__(self, resources: Resources, device: DeviceTier) -> None:
@@ -411,7 +419,7 @@ class SlabSlots:
             self._device.decoding.give_back(encoded, encoded.after)
 
     def decode(self, home: WeightsHome, slab: Slab, lease: SlabLease, encoded: SlabLease, ready: Event) -> Event:
-        """Decode on the compute stream, after `ready`, and return the event behind the decoding.
+        """Decode on the compute stream, after `ready`, and return an event that follows the decoding.
 
         If decoding raises, for example because there is no device memory for intermediate values, both leases are given
         back.
@@ -461,7 +469,7 @@ class _SlabFetch(Fetch):
         lease: memory of the slot.
         encoded: device memory for encoded weights; None when nothing is decoded.
         transfers: the reads from the store.
-        ready: event behind the copies to the device.
+        ready: event that follows the copies to the device.
     """
 
     def __init__(
@@ -493,5 +501,6 @@ class _SlabFetch(Fetch):
 
 
 def open_slots(resources: Resources) -> SlotPool:
-    """Return the pool of slots for the device. This process must have all slices of the weights."""
+    """Return the pool of slots for the device on which the model computes. The weights must not be divided over several
+    ranks."""
     return HostSlots(resources) if resources.device is None else SlabSlots(resources, resources.device)

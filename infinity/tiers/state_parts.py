@@ -24,7 +24,8 @@ def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torc
 
 
 def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
-    """Write parts of a state, by their byte offsets in the state. The other bytes do not change."""
+    """Write parts of a state. The keys of `parts` are byte offsets in the state. All other bytes of the state are
+    unchanged."""
     if home.in_memory:
         for begin, part in parts.items():
             torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
@@ -33,7 +34,7 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
     store, extent = resources.require_store(), home.stored()
     copy = resources.copy_to_write(extent)
     start, end = 0, home.nbytes
-    if copy == extent.newest_copy:  # in place: only the pages that contain the parts are rewritten
+    if copy == extent.newest_copy:  # the state is updated in place: only the pages that contain the parts are rewritten
         start = min(parts) // PAGE_BYTES * PAGE_BYTES
         end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
     memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)

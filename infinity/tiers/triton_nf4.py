@@ -65,7 +65,7 @@ def decode(
     """Queue the kernel on the current stream.
 
     Args:
-        codes: uint8, two elements per byte, the first one in the upper half.
+        codes: uint8, two elements per byte, the first element in the upper four bits.
         scales: one scale per block of BLOCK_NUMEL elements: fp32, or uint8 codes of `scale_values` for nested scales.
         nested: fp32, one scale per NESTED_BLOCKS blocks; None for plain scales.
         offset: one fp32 number, which is added to every nested scale; None for plain scales.

@@ -1,4 +1,4 @@
-"""Upload of weights to a device: from pinned RAM, or in pieces from NVMe through a bounce buffer."""
+"""Upload of weights to a device, from pinned RAM or, through a bounce buffer, from NVMe."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class UploadQueue:
         accelerator: the device.
         gate: native entry points of the device.
         engine: engine that reads from NVMe.
-        arena: space with `bounce_bytes` of free memory. The first upload from NVMe takes this memory permanently;
-            before that upload, the code that fills the store may use the memory.
+        arena: space with `bounce_bytes` of free memory. The first upload from NVMe leases this memory until the end of
+            the run. Before that, the code that fills the store may use the memory.
         bounce_bytes: size of the bounce buffer.
         piece_bytes: number of bytes that are read and copied at a time.
     """
@@ -53,11 +53,11 @@ class UploadQueue:
         Args:
             into: memory of the slot.
             source: home of the weights.
-            encoded: device memory for the encoded groups, which are at the end of the home; the other groups are copied
+            encoded: device memory for the encoded groups, which are at the end of the home. All other groups are copied
                 to the slot.
 
         Returns:
-            The event behind the copies.
+            An event that follows the copies.
         """
         home = source.tensor()
         plain = into.nbytes if encoded is None else home.numel() - encoded.nbytes
@@ -84,8 +84,8 @@ class UploadQueue:
             encoded: device memory for the encoded groups, which are concatenated there.
 
         Returns:
-            A transfer, and an event that streams may wait for once the transfer is done. The transfer raises as
-                SwapStore.read; when it has failed, no copy into the slot is in flight.
+            A transfer, and an event for which streams may wait after the transfer is done. The transfer raises the
+            errors of SwapStore.read. After a failed transfer, no copy into the slot is in flight.
         """
         ready = self._accelerator.event()
         leases = [into] if encoded is None else [into, encoded]
@@ -131,7 +131,8 @@ class UploadQueue:
 
 
 def _part(store: SwapStore, weights: StateDestination, address: int) -> _native.UploadPart:
-    """Return the native description of a group's upload: the place of the newest values, and their device address."""
+    """Return the native description of a group's upload: the place of the newest weights, and the device address to
+    which they are copied."""
     file, offset = store.place(weights.home.stored(), weights.copy_index)
     after = None if weights.written is None else weights.written.future
     return _native.UploadPart(file, offset, weights.home.nbytes, address, after=after)

@@ -1,1 +1,2 @@
-"""One offloaded unit (weights, update, gradients), and the order in which units are fetched, evicted and updated."""
+"""Offloaded units (their weights, updates and gradients), and the order in which units are fetched, evicted and
+updated."""

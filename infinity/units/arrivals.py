@@ -1,8 +1,8 @@
 """Counts of the gradients that have arrived in a backward pass.
 
-The counts show when all gradients of a unit have arrived, and which pass is the last one before the step. Nothing in
-this file changes a result. Expectations are learned from the previous pass. If an expectation was wrong, the
-speculative update that relied on the expectation is undone.
+The counts show when all gradients of a unit have arrived, and which backward pass is the last one before the step. The
+number of gradients that a pass is expected to bring is learned from the previous pass. If the expectation was wrong,
+the speculative updates that relied on it are undone, so the counts change no result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 
 
 class Arrivals:
-    """Counts of gradient pieces of one unit, by parameter.
+    """Counts of the gradient pieces of one unit, by parameter. With tied weights, for example, a parameter gets several
+    pieces in one pass.
 
     Invariant: `_missing` counts the parameters that still expect a piece in this pass.
 
     Args:
-        names: names of the trained parameters.
+        names: names of the unit's trained parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -42,7 +43,7 @@ class Arrivals:
         """Count a piece that has arrived.
 
         Returns:
-            Whether the piece was the last one that the unit expected in this pass.
+            Whether this piece was the last piece that the unit expected in this pass.
         """
         count = self._came[name] = self._came.get(name, 0) + 1
         if count != self._expected[name]:
@@ -63,9 +64,9 @@ class BackwardPasses:
         arrivals: arrivals of every unit.
 
     Attributes:
-        spanning: number of micro-batches that the pass under way takes through each unit before the next unit; 0: an
-            ordinary pass. In a spanning pass a unit is complete when the gradients of all its micro-batches have
-            arrived.
+        spanning: number of micro-batches whose backward the pass in progress runs through each unit before the next
+            unit; 0: an ordinary pass. In a spanning pass, a unit is complete when the gradients of all micro-batches
+            have arrived.
     """
 
     def __init__(self, arrivals: Sequence[Arrivals]) -> None:
@@ -73,7 +74,7 @@ class BackwardPasses:
         self._passes = 0
         self._passes_learned = 1
         self._accumulating = 0
-        self._told = False  # no_sync was used since the last step: a pass outside no_sync is the last one
+        self._told = False  # no_sync was used since the last step: a pass outside of no_sync is the last pass
         self._micro_batches = 0  # number of micro-batches in the passes that have ended
         self.spanning = 0
 
@@ -96,30 +97,30 @@ class BackwardPasses:
         self._micro_batches += spanned or 1
         for each in self._arrivals:
             if spanned:
-                each.begin_pass()  # the count of pieces predicts nothing about a pass with one micro-batch
+                each.begin_pass()  # the number of pieces does not predict a pass with one micro-batch
             else:
                 each.end_pass()
 
     def interrupted(self) -> None:
-        """End the pass under way after an exception."""
+        """End the pass in progress after an exception."""
         self.spanning = 0
 
     def step_ended(self) -> None:
-        """Learn the number of passes before a step. The step that has ended has used the gradients of these passes."""
+        """Learn the number of passes before a step: the number of passes before the step that has just ended."""
         self._passes_learned = max(self._passes, 1)
         self.forget()
 
     def forget(self) -> None:
-        """Forget the passes so far, whose gradients are gone."""
+        """Forget the passes since the last step, because their gradients were dropped."""
         self._passes = self._micro_batches = 0
         self._told = self._accumulating > 0
 
     def is_last(self, accumulation_steps: int | None) -> bool:
-        """Return whether the pass under way is expected to be the last one before the step.
+        """Return whether the pass in progress is expected to be the last one before the step.
 
         Args:
-            accumulation_steps: number of passes, or of micro-batches, before a step, as set by the user; None: as many
-                passes as before the last step.
+            accumulation_steps: number of passes, or of micro-batches, before a step, if the user has set it; None: as
+                many passes as before the last step.
         """
         if self._accumulating:
             return False
@@ -129,7 +130,7 @@ class BackwardPasses:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Mark each pass inside this context as a pass that is not the last pass before a step."""
+        """Mark each pass in this context as not the last pass before a step."""
         self._accumulating += 1
         self._told = True
         try:

@@ -1,7 +1,7 @@
-"""Rules for bringing units to their slots, in a process for which only its own memory and updates matter.
+"""Rules for fetching and evicting units, for a process that fetches its units without other ranks.
 
-Ranks that gather their units together must all make the same fetches and evictions; their rules are in
-sharded/agreed_fetch_rules.py.
+If several ranks gather their units together, all ranks must make the same fetches and evictions. The rules for such
+ranks are in sharded/agreed_fetch_rules.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from infinity.units.weights import Residency
 
 
 class FetchRules(Protocol):
-    """Questions that the Fetcher asks before it brings or evicts units.
+    """Questions that the Fetcher asks before it fetches or evicts units.
 
     Attributes:
-        rearranges: whether the Fetcher may wait for updates, collect garbage and move units in use, when evicting units
-            does not make enough room.
-        keeps_slots: whether a unit may keep its slot while this process updates the unit; otherwise an update on any
-            rank makes the slot invalid.
+        rearranges: whether the Fetcher may take further measures when evictions do not make enough room: wait for
+            updates, collect garbage, and move units that are in use.
+        keeps_slots: whether a unit may keep its slot while this process updates the unit. If False, the unit loses its
+            slot when any rank updates the unit.
     """
 
     rearranges: bool
@@ -30,15 +30,16 @@ class FetchRules(Protocol):
         """Return whether a prefetch of the unit may begin."""
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """Return whether a slot for the unit may be requested beside the units that are present."""
+        """Return whether a slot for the unit may be requested in addition to the slots of the units that are
+        present."""
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
         """Return whether a unit that is not in use may be evicted.
 
         Args:
             unit: unit to evict.
-            prefetch: whether the room is needed for a prefetch. A prefetch waits for no update and evicts no unit that
-                is still being fetched.
+            prefetch: whether the memory is needed for a prefetch. A prefetch does not wait for updates, and does not
+                evict a unit whose fetch is in progress.
         """
 
 

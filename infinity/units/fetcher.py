@@ -1,12 +1,12 @@
-"""The units on the device: which units are brought, and which are evicted to make room.
+"""The units on the device: which units are fetched, and which units are evicted to make room.
 
-A unit stays after its forward until its memory is needed; the unit with the farthest next use is evicted first. A unit
-may be evicted when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to
-its slot.
+After its forward a unit keeps its slot until the memory is needed. The unit with the farthest next use is evicted
+first. A unit may be evicted when none of its forwards is in progress, its backward was not announced, and nothing
+except its parameters refers to its slot.
 
-autograd may refer to the slot through views that it unpacked; the script may have made views of the slot, too. The
-recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed_weights.py). Another implementation of
-reentrant checkpoints may keep views, or the parameters themselves.
+Autograd may refer to a slot through views that it has unpacked, and the script may have made views of the slot, too.
+The recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed_weights.py), but the recomputation of
+another implementation of reentrant checkpoints may keep views, or the parameters themselves.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Fetcher:
     units that are held.
 
     Args:
-        rules: rules that permit fetches and evictions; the order of the visits chooses among the permitted fetches and
-            evictions.
+        rules: rules that permit fetches and evictions. Among the permitted ones, the expected order of the units
+            decides.
 
     Attributes:
         units: the units, in the order of their indices.
-        unit_at: function that returns the unit whose slot is in a given storage (`_cdata`); None when no slot is in the
+        unit_at: function that returns the unit whose slot has a given storage (`_cdata`); None when no slot has the
             storage.
     """
 
@@ -63,7 +63,7 @@ class Fetcher:
         self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called for each saved tensor
         self._slots = slots
         self._rules = rules
-        self._viewed: list[Slot] = []  # slots with outstanding views, of units that are released
+        self._viewed: list[Slot] = []  # slots of released units, kept because views of them exist
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
@@ -77,7 +77,7 @@ class Fetcher:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, *, training: bool) -> None:
-        """Begin a training iteration or an evaluation, to which the next visits belong."""
+        """Begin a training iteration or an evaluation. The units that are used from now on belong to this pass."""
         self._training = training
         if not training:
             self._traces[False].close()
@@ -96,7 +96,7 @@ class Fetcher:
         return self._traces[self._training]
 
     def hold(self, indices: Collection[int]) -> list[int]:
-        """Hold these units, and no other units: their backward is announced, so they must not be evicted.
+        """Hold these units and no other units. A held unit must not be evicted, because its backward was announced.
 
         Returns:
             Indices of the units that are no longer held.
@@ -112,13 +112,13 @@ class Fetcher:
         return [unit.index for unit in before if unit.index not in indices]
 
     def unuse(self, unit: OffloadedUnit) -> None:
-        """Count the end of a forward of the unit, normal or by an exception."""
+        """Count the end of a forward of the unit, which may have ended with an exception."""
         unit.weights.unuse()
-        if not in_backward():  # a unit that is recomputed in backward stays in use
+        if not in_backward():  # in a recomputation, the unit's backward is still to come
             unit.weights.rest()
 
     def forget_uses(self) -> None:
-        """Forget the uses by a forward or backward that an exception ended."""
+        """Forget the uses of units by a forward or backward that an exception ended."""
         for unit in self.units:
             unit.weights.forget_uses()
         self._held = []
@@ -126,7 +126,7 @@ class Fetcher:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def require_untouched(self) -> None:
-        """Check that no script changed a parameter outside infinity.
+        """Check that no parameter was changed without infinity.
 
         Raises:
             ModelError: a parameter was replaced, converted or modified in place.
@@ -135,7 +135,7 @@ class Fetcher:
             unit.views.require_untouched()
 
     def close_all(self) -> None:
-        """Forbid reads of all parameters, except gathered parameters."""
+        """Forbid reads of all parameters except gathered parameters."""
         for unit in self.units:
             unit.views.close()
 
@@ -143,8 +143,8 @@ class Fetcher:
         """Free the slots of all units, after the model is closed and its threads have ended.
 
         Returns:
-            Whether the memory of all slots is free. The memory is not free while views of a slot exist, or while a
-                device that was given up may still write to a slot.
+            Whether the memory of all slots is free. The memory is not free while views of a slot exist, or if a disk
+            that did not answer before a deadline may still write to a slot.
         """
         for unit in self.units:
             if unit.weights.residency is Residency.FETCHING:
@@ -158,7 +158,7 @@ class Fetcher:
     # -- fetches ------------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: OffloadedUnit) -> None:
-        """Bring a unit to the device: on return its parameters have their values.
+        """Fetch a unit and wait for it. When this method returns, the unit's parameters have their values.
 
         Raises:
             PlanError: there is no device memory for the unit.
@@ -180,7 +180,7 @@ class Fetcher:
         self._resources.idle.ends()
 
     def _take_back(self, unit: OffloadedUnit) -> None:
-        """Apply the update of a unit before the unit is used, and wait for no other update."""
+        """Apply the update of a unit before the unit is used, without waiting for other updates."""
         unit.apply_update()
         if unit.weights.residency is Residency.STALE:
             self._vacate(unit)
@@ -188,10 +188,10 @@ class Fetcher:
             unit.weights.updated()
 
     def prefetch(self) -> None:
-        """Fetch the next units in the expected order, as far as there is room.
+        """Fetch the next units in the expected order, as long as there is room.
 
-        A unit that still waits for its update keeps its room. If a later unit took this room, the later unit would have
-        to be evicted again before the waiting unit could be fetched.
+        If a unit cannot be fetched yet because its update is in progress, room for this unit is reserved. If a later
+        unit took this room, the later unit would have to be evicted again before the earlier unit could be fetched.
         """
         if len(self._present) == len(self.units):
             return
@@ -209,9 +209,9 @@ class Fetcher:
                 return
 
     def _prefetch_staying(self) -> None:
-        """Fetch the units that stay on the device before other units.
+        """Fetch the units that are never evicted before all other units.
 
-        If a staying unit were fetched later, its slot would be placed between other slots and fragment the memory.
+        If such a unit were fetched later, its slot would be placed between other slots and fragment the memory.
         """
         for index in self._staying:
             unit = self.units[index]
@@ -234,7 +234,7 @@ class Fetcher:
         self._at[slot.tensor.untyped_storage()._cdata] = unit
 
     def _start(self, unit: OffloadedUnit, distance: int | None) -> bool:
-        """Begin a fetch. Evict units as long as there is no room for the fetch.
+        """Begin a fetch. While there is no room for the fetch, evict units.
 
         Args:
             unit: unit to fetch.
@@ -279,16 +279,16 @@ class Fetcher:
         every = sum(self._sizes)
         raise PlanError(
             f"no device memory for unit '{unit.name}' ({format_bytes(unit.full.weight_bytes)}): the units in use "
-            f"({', '.join(other.name for other in busy)}) take the "
-            f"{format_bytes(budgets.slot_bytes)} planned for weights, or the program holds views "
-            "of them. Drop the views, or "
-            f"raise memory.device to {budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
+            f"({', '.join(other.name for other in busy)}) take the {format_bytes(budgets.slot_bytes)} planned for "
+            "weights, or the program holds views of them. Drop the views, or raise memory.device to "
+            f"{budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
         )
 
     def _let_held_go(self) -> bool:
-        """Stop holding the units whose backward was announced, to make room for the recomputation before that backward.
+        """Stop holding the units whose backward was announced, because the recomputation before this backward needs
+        room.
 
-        The units are fetched again when autograd unpacks their weights.
+        These units are fetched again when autograd unpacks views of their weights.
 
         Returns:
             Whether a unit was held.
@@ -299,7 +299,8 @@ class Fetcher:
         return bool(held)
 
     def _make_room(self, unit: OffloadedUnit) -> bool:
-        """Try again to begin a fetch that found no room: wait for updates, then collect garbage.
+        """Make room in other ways than by evictions, and begin a fetch: wait for updates, collect garbage, move other
+        units.
 
         Returns:
             Whether the fetch began.
@@ -311,13 +312,13 @@ class Fetcher:
         return self._start(unit, None) or self._move_others(unit)
 
     def _move_others(self, unit: OffloadedUnit) -> bool:
-        """Begin a fetch when enough bytes are free, but not in one piece.
+        """Begin a fetch for which enough bytes are free, but not in one piece.
 
-        Other units whose slots have no outstanding views give up their slots. They are fetched again into the memory
-        that is left after the unit's own fetch.
+        Other units without views of their slots give up their slots. After the fetch of this unit has begun, the other
+        units are fetched again into the memory that is left.
 
         Returns:
-            Whether the unit and these other units fit.
+            Whether the unit and the other units fit.
         """
         others = [
             other
@@ -332,7 +333,7 @@ class Fetcher:
             self._evict(other)
         every = sorted([unit, *others], key=lambda each: -each.full.weight_bytes)
         for each in every:
-            each.weights.use()  # so that none of these units is evicted to make room for another
+            each.weights.use()  # so that none of these units is evicted to make room for another one
         try:
             fits = all(self._start(each, None) for each in every)
             if not fits and unit.weights.residency is Residency.FETCHING:
@@ -361,7 +362,7 @@ class Fetcher:
         """Return the unit to evict next; None when no unit may be evicted.
 
         Args:
-            distance: distance of the fetch that needs room, with the same meaning as in `_start`.
+            distance: the same as in `_start`.
         """
         units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
         return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
@@ -385,7 +386,7 @@ class Fetcher:
         self._vacate(unit)
 
     def _vacate(self, unit: OffloadedUnit) -> None:
-        """Free the slot of a unit. Nothing may use the slot any more."""
+        """Free the slot of a unit. The caller has checked that nothing uses the slot any more."""
         slot = unit.weights.release()
         del self._present[unit.index]
         del self._at[slot.tensor.untyped_storage()._cdata]
@@ -409,7 +410,8 @@ class Fetcher:
     def update_decided(self, unit: OffloadedUnit) -> None:
         """Adapt the slot of a unit to its decided update.
 
-        The old weights are no longer valid, so the slot is kept only if the update uses the slot.
+        The slot has the old weights, which are no longer valid. The slot is therefore kept only if the update uses the
+        slot.
         """
         unit.weights.bump()
         update, slot = unit.decided, unit.weights.slot
@@ -429,14 +431,15 @@ class Fetcher:
             unit.weights.begin_update(writes_slot=not update.speculated)
 
     def _is_viewed(self, slot: Slot) -> bool:
-        """Return whether views of the slot's memory exist, of this slot or of an earlier slot at the same address."""
+        """Return whether views of the slot's memory exist. Such views may also belong to an earlier slot at the same
+        address."""
         at = slot.tensor.data_ptr()
         return any(each.outstanding() for each in [slot, *self._viewed] if each.tensor.data_ptr() == at)
 
     def adopt(self) -> None:
-        """Take over the parameters of all units and turn them into placeholders.
+        """Turn the parameters of all units into placeholders.
 
-        The homes of the units must have the values of the parameters already.
+        The homes of the units must already have the values of the parameters.
         """
         for unit in self.units:
             unit.views.adopt(self._resources.torch_device)

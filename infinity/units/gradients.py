@@ -1,20 +1,21 @@
-"""Gradients before the update: landing, accumulation over micro-batches, and the exact global norm.
+"""Gradients before the update: how they land, how they are accumulated over micro-batches, and the exact global norm.
 
 A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land.
 GroupGradients.land calls _native.land_gradient for a gradient that is on the CPU. A gradient from a device goes through
 a queue (tiers/downloads.py). With several ranks, gradients go through the outbox (sharded/outbox.py).
 
 A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. When the second
-gradient arrives, the buffer is widened in place to fp32. So one micro-batch costs 2 bytes per bf16 parameter, and
-accumulation is in fp32. A group that accumulated in one step begins the next step in fp32. A group whose micro-batches
-follow each other directly begins its step in fp32, too.
+gradient arrives, the buffer is converted to fp32 in place. So one micro-batch costs 2 bytes per bf16 parameter, and
+accumulation is in fp32. A group that accumulated gradients in one step begins the next step in fp32. With vertical
+micro-batches, a group begins every step in fp32.
 
-Gradients without room in RAM, or without room to be widened there, land in a window of RAM and wait in the store
-(tiers/landing_window.py). These spilled gradients are written when the backward of another unit begins.
+If RAM has no room for gradients, or no room for their conversion to fp32, they land in a window of RAM and are kept in
+the store until the update (tiers/landing_window.py). These spilled gradients are written to the store when the backward
+of another unit begins.
 
-The pass that lands a gradient also computes its sum of squares, so the norm needs no separate pass over the gradients.
-Gradients from a device with its own memory land in the background. An update that reads gradients in flight waits for
-their landings; every other reader calls `wait_landed` first.
+The sum of squares of a gradient is computed while the gradient lands, so the norm needs no separate pass over the
+gradients. Gradients from a device with its own memory land in the background. An update that reads such gradients waits
+until they have landed. All other code calls `wait_landed` before it reads gradients.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ from infinity.units.arrivals import Arrivals
 class GroupGradients:
     """The gradients of one trainable group.
 
-    Invariant: the elements of a parameter that is not in `present` are garbage and never read. `_sums` has the partial
-    sums of squares (Σ g²) of the parameters in `present`, except for gradients in `_down`, which may not have landed.
+    Invariant: the elements of a parameter that is not in `present` are undefined and never read. `_sums` has the
+    partial sums of squares (Σ g²) of the parameters in `present`, except for gradients in `_down`, which may not have
+    landed yet.
 
     Args:
-        home: RAM that the gradients wait in; None: the gradients spill to the store.
+        home: RAM in which the gradients are kept until the update; None: the gradients spill to the store.
         extent: range of the store for spilled gradients; None: the gradients always have room in RAM.
-        window: window of RAM that spilled gradients pass through; None: the gradients always have room in RAM.
+        window: window of RAM in which spilled gradients land; None: the gradients always have room in RAM.
         queue: queue from a device; None when gradients arrive in host memory.
     """
 
@@ -78,7 +80,7 @@ class GroupGradients:
         self._accumulates = False
 
     def stream(self) -> _native.StateStream:
-        """Return the flat gradients of the full group, `dtype`, in the form that the update takes.
+        """Return the description of the group's gradients that the native update needs: flat, in `dtype`.
 
         Raises:
             SwapIOError: a write of the gradients to the store failed.
@@ -93,7 +95,7 @@ class GroupGradients:
         return self._spilled
 
     def _view(self) -> memoryview:
-        """Return the memory of the gradients; bring spilled gradients to memory first."""
+        """Return the memory of the gradients. Gradients that are in the store are read into memory first."""
         if self._spilled and self._spill is not None:
             return self._spill.load()
         if self._home is None:
@@ -102,9 +104,9 @@ class GroupGradients:
 
     @property
     def finite(self) -> bool:
-        """Whether all present gradients with a known sum of squares are finite.
+        """Whether all present gradients whose sum of squares is known are finite.
 
-        The sum of a gradient from a device is known only after the gradient has landed and its sum was collected.
+        For a gradient from a device, the sum is known after `wait_landed`.
         """
         return all(map(math.isfinite, chain.from_iterable(self._sums.values())))
 
@@ -118,7 +120,7 @@ class GroupGradients:
         Args:
             spec: parameter of the gradient.
             gradient: gradient of the parameter's shape, on the parameter's device.
-            accumulate: add the gradient to the present gradient; otherwise replace the present gradient.
+            accumulate: whether the gradient is added to the present gradient; False: it replaces the present gradient.
             more: whether further gradients of the group's parameters will be added soon.
 
         Raises:
@@ -132,7 +134,7 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            # Spilled gradients from a device move fewer bytes in the dtype in which they arrive.
+            # In the dtype in which they arrive, spilled gradients from a device move fewer bytes than in fp32.
             room = self._room_bytes if self._down is None else self._home_bytes
             wide = (self._accumulates or more) and room >= self._fp32_bytes
             self._keep_as(torch.float32 if wide else self._group.dtype)
@@ -180,7 +182,8 @@ class GroupGradients:
             self._down.send()
 
     def landing_futures(self) -> list[_native.IOFuture]:
-        """Return the landings in flight. An update that reads the gradients has to wait for these landings."""
+        """Return a future for each landing in flight. An update that reads the gradients must wait for these
+        futures."""
         return [] if self._down is None else self._down.landing_futures()
 
     def wait_landed(self) -> None:
@@ -224,12 +227,14 @@ class GroupGradients:
         self._keep_as(torch.float32)
 
     def backward_begins(self) -> None:
-        """Prepare for the unit's backward: announce that gradients will be added to the gradients in the store."""
+        """Prepare for the unit's backward. If the gradients are in the store, start to read them, because further
+        gradients will be added to them."""
         if self._spilled and self._spill is not None:
             self._spill.announce()
 
     def replay(self) -> None:
-        """Load spilled gradients into the window, as `land` does. The values of the gradients do not matter."""
+        """Load spilled gradients into the window, in the same way as `land`. This is for a replay of a step's
+        transfers, in which values do not matter."""
         if self._spilled and self._spill is not None:
             self._spill.load()
 
@@ -246,7 +251,7 @@ class GroupGradients:
             self._spill.forget()
 
     def begin_spill(self) -> None:
-        """Send spilled gradients to the store, since no further gradient is expected soon.
+        """Start to write spilled gradients to the store, because no further gradient is expected soon.
 
         Raises:
             SwapIOError: a write of the gradients to the store failed.
@@ -257,8 +262,8 @@ class GroupGradients:
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
         """Return the partial sums of squares (Σ g²) of a gradient in double, one for each cell of the group's grid.
 
-        The partials are the same for any number of threads. A partial is not finite if one of its elements is not
-        finite. Wait until the gradient has landed.
+        The call waits until the gradient has landed. The partial sums are the same for any number of threads. If an
+        element of the gradient is not finite, the partial sum with this element is not finite.
 
         Raises:
             DeviceError: the gradient was lost on the way from the device.
@@ -281,7 +286,7 @@ class GroupGradients:
         return total_of(self.partials(spec))
 
     def value(self, spec: ParameterSpec) -> torch.Tensor:
-        """Return a copy of a present gradient, of the parameter's shape and `dtype`.
+        """Return a copy of a present gradient, in the parameter's shape and in `dtype`.
 
         Wait until the gradient has landed.
 
@@ -318,10 +323,10 @@ def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
 
 
 def total_of(partials: Iterable[float]) -> float:
-    """Return the sum of partials, rounded once.
+    """Return the sum of `partials`, rounded once.
 
-    The result does not depend on the order of the partials. So the norm is the same for any number of ranks, each of
-    which has some of the partials.
+    The result does not depend on the order of the partial sums. Each rank has some of the partial sums, so the norm is
+    the same for any number of ranks.
     """
     return math.fsum(partials)
 
@@ -340,7 +345,7 @@ class UnitGradients:
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients with a known sum of squares are finite."""
+        """Whether all gradients whose sum of squares is known are finite."""
         return all(group.finite for group in self.groups.values())
 
     def send(self) -> None:
@@ -350,7 +355,7 @@ class UnitGradients:
 
     @property
     def in_ram(self) -> bool:
-        """Whether all gradients are in RAM, so that an update can read them at once."""
+        """Whether all gradients are in RAM, so that an update need not read them from the store."""
         return not any(group.spilled for group in self.groups.values())
 
     def begin_spill(self) -> None:
@@ -365,10 +370,10 @@ class UnitGradients:
 
 
 class GradientGroup(Protocol):
-    """The gradients of one group, as optimizers and gradient handles see them.
+    """The interface of a group's gradients for optimizers and gradient handles.
 
     Attributes:
-        mean: factor that turns the sum of the ranks' gradients into the mean.
+        mean: factor by which the sum of the ranks' gradients is multiplied to get the mean.
     """
 
     mean: float
@@ -390,8 +395,8 @@ class Decision:
     """Result of the ranks' agreement before a step.
 
     Attributes:
-        skip: reason why this process or another rank wants the step to change nothing; "" when no rank wants that.
-        payloads: numbers that each rank reported about its generations, in rank order.
+        skip: reason why the step must change nothing, from any of the ranks; "" when the step is made.
+        payloads: the numbers about its generations that each rank has reported, in rank order.
     """
 
     skip: str
@@ -399,43 +404,44 @@ class Decision:
 
 
 Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
-"""Function that returns the parameters of the model, each with its place."""
+"""Function that yields each parameter of the model with its place."""
 
 
 class Gradients(Protocol):
     """The gradients of every trainable parameter, from the backward passes to the step.
 
-    The gradients are those of this process (`LocalGradients`) or of all ranks (sharded/shared_gradients.py). All ranks
-    make the same calls.
+    `LocalGradients` has the gradients of one process, and sharded/shared_gradients.py the gradients of all ranks. All
+    ranks must make the same calls.
     """
 
     @property
     def elsewhere(self) -> Set[str]:
-        """Names of the parameters with a gradient on any rank; always empty when no other rank can have gradients."""
+        """Names of the parameters that have a gradient on any rank; always empty for a single process."""
 
     def of(self, place: Place) -> GradientGroup: ...
 
     def has(self, place: Place) -> bool: ...
 
     def value(self, place: Place) -> torch.Tensor:
-        """Return a copy of a gradient, as GroupGradients.value.
+        """Return a copy of a gradient; see GroupGradients.value.
 
         Raises:
             NotAvailableError: this process has only a slice of the gradient.
         """
 
     def require_settable(self, place: Place) -> None:
-        """Check that the gradient can be set by hand.
+        """Check that a script can set the gradient.
 
         Raises:
-            NotAvailableError: the gradient cannot be set by hand.
+            NotAvailableError: a script cannot set the gradient.
         """
 
     def begin_pass(self) -> None:
         """Begin an outermost backward pass."""
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        """Begin the backward of `units`. Send spilled gradients of all other units, except `staying`, to the store."""
+        """Begin the backward of `units`. Send the spilled gradients of all other units to the store, except those of
+        the units in `staying`."""
 
     def backward_left(self, units: Iterable[int]) -> None:
         """End the backward of these units.
@@ -445,31 +451,32 @@ class Gradients(Protocol):
         """
 
     def before_landing(self, index: int, /) -> None:
-        """Prepare for a gradient of a unit; the backward is about to produce this gradient."""
+        """Prepare for a gradient of a unit, which the backward will compute next."""
 
     def complete(self, index: int) -> Iterable[int]:
-        """Send the gradients of a unit from the device; they are complete as far as this process can tell.
+        """Send the gradients of a unit from the device to host memory, because this process expects no further
+        gradients of the unit.
 
         Yields:
-            Units whose gradients are complete on all ranks, as they become so.
+            Each unit as soon as its gradients are complete on all ranks.
         """
 
     def micro_batch_passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
         """End the backward of a micro-batch through these units.
 
         Args:
-            indices: units that the micro-batch has passed.
+            indices: units whose backward for the micro-batch has ended.
             complete: units among `indices` that now have the gradients of all micro-batches.
 
         Yields:
-            Units whose gradients are complete on all ranks, as they become so.
+            Each unit as soon as its gradients are complete on all ranks.
 
         Raises:
             PeerError: another rank failed.
         """
 
     def take_completed(self) -> Sequence[int]:
-        """Return the units whose gradients of this pass have landed from all ranks. Return each unit only once."""
+        """Return the units whose gradients of this pass have landed from all ranks since the last call."""
 
     def pass_ended(self) -> None:
         """End the outermost backward pass.
@@ -479,7 +486,7 @@ class Gradients(Protocol):
         """
 
     def send(self) -> None:
-        """Send all packed gradients from the device to host memory, since the backward is over."""
+        """Send all packed gradients from the device to host memory, because the backward has ended."""
 
     def synchronize(self) -> None:
         """Wait for the gradients in flight from the device, from other ranks and to the store.
@@ -491,14 +498,14 @@ class Gradients(Protocol):
         """
 
     def drop_cleared(self, named: Named) -> None:
-        """Drop the gradients of parameters whose `.grad` was set to None by hand."""
+        """Drop the gradients of parameters whose `.grad` a script has set to None."""
 
     def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
         """Agree with the other ranks on a step. The caller has waited until all gradients have landed.
 
         Args:
-            facts: JSON values that must be the same on all ranks, by a name for messages.
-            skip: reason why this process wants the step to change nothing; "" without a reason.
+            facts: JSON values that must be the same on all ranks; the keys are names for messages.
+            skip: reason of this process why the step must change nothing; "" when it has none.
             told: numbers about this process's generations, for the other ranks.
 
         Raises:
@@ -506,7 +513,8 @@ class Gradients(Protocol):
         """
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        """Return Σ g² over `places`, and the first name whose part is not finite ("" when all parts are finite)."""
+        """Return Σ g² over `places`, and the name of the first parameter whose gradient is not finite ("" when all
+        gradients are finite)."""
 
 
 class LocalGradients:
@@ -515,8 +523,8 @@ class LocalGradients:
     Args:
         units: gradients of each unit, in the order of unit indices.
         window: window that spilled gradients land in; None when no gradients spill.
-        before_landing: function that is called with the index of a unit before gradients of the unit land; after the
-            call nothing may read the present gradients of the unit.
+        before_landing: function that is called with the index of a unit before gradients of the unit land. The function
+            makes sure that nothing reads the present gradients of the unit any more.
     """
 
     elsewhere: Set[str] = frozenset()
@@ -591,7 +599,7 @@ class LocalGradients:
 
 
 def sum_of(of: Callable[[Place], GradientGroup], places: Iterable[Place]) -> tuple[float, str]:
-    """Return Σ g² over `places`, as Gradients.sum_squares.
+    """Return Σ g² over `places`; see Gradients.sum_squares.
 
     Args:
         of: function that returns the gradients of the group at a place.

@@ -11,13 +11,14 @@ from infinity.ranks.world import World
 
 
 class Health:
-    """The first failure after which a model refuses every call, and whether the model was closed.
+    """Record of the first failure of a model, after which the model refuses every call, and of whether the model was
+    closed.
 
     Attributes:
         failure: first failure; None before a failure.
 
     Args:
-        world: ranks that are told of the failure.
+        world: the ranks, which are told of the failure.
     """
 
     def __init__(self, world: World) -> None:
@@ -32,7 +33,7 @@ class Health:
         self._world.fail(error)
 
     def supersede(self) -> None:
-        """Record that the model is being offloaded again; this closes the present instance."""
+        """Record that the model is being offloaded again, which closes the present coordinator."""
         self._why_closed = "was offloaded again after this forward pass: make the optimizer first, then run the forward"
 
     def close(self) -> None:
@@ -40,11 +41,13 @@ class Health:
         self.closed = True
 
     def forget(self) -> None:
-        """Drop the failure: its traceback keeps frames alive, and the frames keep the model alive."""
+        """Drop the reference to the failure, because its traceback keeps frames alive, and these frames keep the model
+        alive."""
         self.failure = None
 
     def failing(self, *kinds: type[InfinityError]) -> AbstractContextManager[None]:
-        """Return a context manager that records an error of these kinds as a failure of the model."""
+        """Return a context. If an error of these kinds ends the context, the error is recorded as a failure of the
+        model."""
         return _Failing(self, kinds)
 
     def require_open(self) -> None:
@@ -73,7 +76,8 @@ class Health:
 
 
 class _Failing:
-    """Context manager of `Health.failing`. A generator instead would double the cost of each landing of a gradient."""
+    """Context manager of `Health.failing`. This is a class, because a generator would double the cost of landing a
+    gradient."""
 
     __slots__ = ("_health", "_kinds")
 

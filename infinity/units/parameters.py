@@ -1,8 +1,8 @@
 """The parameters of a unit: placeholders, views of a slot, or gathered copies.
 
 The class of a parameter says whether its values may be read now (units/released_parameters.py). A unit is open while
-its parameters may be read. A unit opens when a forward, a backward or a gathering brings the unit. It closes when this
-forward, backward or gathering ends, or when the unit is evicted.
+its parameters may be read. A unit is opened when it is fetched for a forward, a backward or infinity.gathered. It is
+closed when this forward, backward or context ends, or when the unit is evicted.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from infinity.units.released_parameters import ReleasedParameter, in_backward, n
 _use_count: Final[Callable[[torch.Tensor], int] | None] = getattr(torch.Tensor, "_use_count", None)
 """Function that counts the references to a tensor, including the references from autograd and torch.
 
-A parameter itself and the node that accumulates its gradient count as references. None where torch lacks the function.
+A parameter itself counts as a reference, and so does the autograd node that accumulates its gradient. None if torch
+does not have the function.
 """
 
 
 class ParameterViews:
     """The parameters of one unit.
 
-    Invariant: `parameter.data` is the placeholder, a view of the slot last given to `show`, or a gathered copy. While
-    the unit is not open, every parameter that is not gathered has the released class.
+    Invariant: `parameter.data` is the placeholder, a view of the slot of the last call of `show`, or a gathered copy.
+    While the unit is not open, every parameter that is not gathered has the released class.
 
     Attributes:
         named: the parameters, by name.
-        placeholders: for each parameter a stride-0 NaN of its true shape and dtype; empty before `adopt`.
-        gathered: names of the parameters whose data is a gathered copy.
+        placeholders: for each parameter a stride-0 NaN tensor of its true shape and dtype; empty before `adopt`.
+        gathered: names of the parameters whose data is a copy by infinity.gathered.
         open: whether the parameters have their original class.
 
     Args:
@@ -50,12 +51,12 @@ class ParameterViews:
         self.gathered: set[str] = set()
         self.open = False
         self._classes: dict[str, type[nn.Parameter]] = {}
-        self._data: dict[str, tuple[int, int]] = {}  # (storage, offset) last set by infinity
+        self._data: dict[str, tuple[int, int]] = {}  # the (storage, offset) that infinity set last
         self._versions: dict[str, int] = {}  # version of each parameter when infinity last set it
         self._references: dict[str, int] = {}  # reference counts when a backward opened the unit
 
     def adopt(self, device: torch.device) -> None:
-        """Turn the parameters into placeholders. The unit's homes must have the parameters' values already."""
+        """Turn the parameters into placeholders. The unit's homes must already have the parameters' values."""
         for name, parameter in self.named.items():
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
             self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
@@ -84,7 +85,7 @@ class ParameterViews:
         self._expect(slot)
 
     def hide(self) -> None:
-        """Turn the parameters into placeholders and forbid reads, except for gathered parameters."""
+        """Turn all parameters except gathered ones into placeholders, and forbid reads."""
         self.close()
         with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.named.items():
@@ -114,7 +115,8 @@ class ParameterViews:
         self.open = False
 
     def gather(self, values: Mapping[str, torch.Tensor], slot: Slot | None) -> None:
-        """Set tensors as the data of parameters until `scatter`, whatever happens to the unit.
+        """Set tensors as the data of parameters. The data remains until `scatter` is called, even if the unit is
+        fetched or released.
 
         Args:
             values: the tensors, by parameter name.
@@ -148,10 +150,10 @@ class ParameterViews:
             slot.expect(len(self.named) - len(self.gathered))
 
     def set_to_itself(self, name: str) -> None:
-        """Account for a call of `parameter.set_(parameter)` by torch.
+        """Record that torch has called `parameter.set_(parameter)`, so that require_untouched does not report the call.
 
-        The call adds one to the version and changes no value. If the version increased by more than one, something
-        changed the parameter before the call; require_untouched will report that change.
+        The call increases the version by one and changes no value. If the version increased by more than one, the
+        parameter was changed before the call, and require_untouched will report this change.
         """
         parameter, version = self.named[name], self._versions[name] + 1
         with torch._C.DisableTorchFunctionSubclass():
@@ -176,16 +178,16 @@ class ParameterViews:
                     )
 
     def saved_by_autograd(self) -> bool:
-        """Return whether autograd may have saved the parameters themselves since a backward opened the unit.
+        """Return whether autograd may have saved the parameters themselves after a backward opened the unit.
 
-        Autograd saves parameters in the recomputation of a reentrant checkpoint other than torch's, because no hook
-        packs saved tensors in that recomputation. References that existed before the backward opened the unit do not
-        count: they do not need the current values.
+        Autograd saves parameters when an implementation of reentrant checkpoints other than torch's recomputes a
+        forward, because no hook packs saved tensors in this recomputation. References that existed before the backward
+        opened the unit do not count, because they do not need the current values.
         """
         if not self.open or not in_backward():
             return False
         if _use_count is None:
-            return True  # the safe answer: keeping the slot costs room, freeing the slot could lose weights
+            return True  # safe: keeping the slot only costs memory, and freeing it could lose weights
         return any(
             _use_count(parameter) > max(self._references.get(name, 0), 1 + parameter.requires_grad)
             for name, parameter in self.named.items()

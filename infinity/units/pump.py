@@ -1,11 +1,11 @@
-"""The pump: the only code that continues work after its background part completes.
+"""The pump: the only code that continues updates and commits after their background part is complete.
 
-The pump has no thread. Each forward, backward and step of a unit calls the pump. Each call continues all work whose
-background part has completed since the last call.
+The pump has no thread. Each forward and backward of a unit, and each step, calls the pump. Each call continues all work
+whose background part has completed since the last call.
 
 An update is finished when its writes are complete. After the last update of a step, the commit of the step continues:
-states in RAM are written, then the swap file is synced. The manifest is written once the sync is done and the training
-loop has reached the top of its next iteration.
+states in RAM are written, and then the swap file is synced. The manifest is written after the sync, when the training
+loop has reached the beginning of its next iteration.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pump:
         self._advance_commit()
 
     def finish_commit(self) -> None:
-        """Finish the commit under way, if there is one. Raises the errors of Commits.finish."""
+        """Finish the commit in progress, if there is one. Raises the errors of Commits.finish."""
         if self._commits.under_way:
             self.finish_updates()
             with self.committing():
@@ -69,8 +69,8 @@ class Pump:
     def make_way(self) -> bool:
         """Prepare for a write to the store, after all updates are finished.
 
-        If the commit under way is frozen, finish the commit; otherwise withdraw the commit. Delete the generations that
-        were given up.
+        Finish the commit in progress if its body is frozen (durable/commits.py); otherwise withdraw the commit. Delete
+        the generations that the run has given up.
 
         Raises the errors of Commits.step_begins.
 
@@ -105,7 +105,8 @@ class Pump:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Return a context: its failure is a failure of the model, and its time counts as waiting for commits."""
+        """Return a context. An error that ends the context is a failure of the model, and the time in the context
+        counts as waiting for commits."""
         with self._health.failing(InfinityError), self._timeline.stall("commit"):
             yield
 

@@ -1,9 +1,10 @@
 """States that are read during backward, for updates that are decided after the backward.
 
 The states that an update reads are known before the step is decided, and the states do not change before the decision.
-So where updates do not speculate, the first tiles of the next forward's first units are already in the staging when the
-step is decided. The staging limits how many tiles may be read ahead. The tiles stay valid as long as nothing writes
-these states, even if a step is skipped. The update of a unit takes over the jobs that read ahead for this unit.
+If updates do not speculate, the states of the units that the next forward uses first are read ahead, tile by tile, into
+the memory of the updates' tiles (the staging). The size of the staging limits the number of tiles that are read ahead.
+The tiles remain valid as long as nothing writes these states, even if a step is skipped. The update of a unit takes
+over the jobs that read ahead for this unit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ReadAhead:
         """Read ahead the states of units whose states are all in the store, until the staging is full.
 
         Args:
-            order: units without an update under way; the unit that is needed first comes first.
+            order: units without an update in progress; the unit that is needed first comes first.
             step: the optimizer step that will use the states.
         """
         room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._jobs))
@@ -53,7 +54,7 @@ class ReadAhead:
                 jobs[index] = read_update_ahead(self._resources, unit, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
-        """Return the jobs of a unit's `groups`, for the updates that take these jobs over.
+        """Return the jobs of a unit's `groups`; the updates of these groups take over the jobs.
 
         Cancel the jobs of the unit's other groups.
         """
@@ -63,6 +64,7 @@ class ReadAhead:
         return taken
 
     def drop(self, but: Collection[int]) -> None:
-        """Cancel the jobs of all units except `but`. A failed device is reported by the next read."""
+        """Cancel the jobs of all units except the units in `but`. If the disk has failed, the next read reports the
+        error."""
         for unit in [unit for unit in self._jobs if unit.index not in but]:
             self.take(unit, ())

@@ -1,31 +1,31 @@
-"""The class of a parameter while its values must not be read.
+"""The class that a parameter has while its values must not be read.
 
 [Note: never a silent NaN]
-The storage of a released parameter has one NaN, with which torch would compute without an error. So the `__class__` of
-a released parameter is a subclass of `nn.Parameter` with a `__torch_function__`. torch calls it for every use of the
-parameter from Python:
+The storage of a released parameter has one NaN. torch would compute with this NaN without an error. The `__class__` of
+a released parameter is therefore a subclass of `nn.Parameter` with a `__torch_function__`. torch calls this function
+for every use of the parameter from Python:
 
     metadata (shape, dtype, device, grad, requires_grad, hooks, …)            answered
-    `.data`                                                                   raises: writes through it go unnoticed
-    `torch.equal`                                                             answered, from copies
+    `.data`                                                                   raises, because writes to it are not seen
+    `torch.equal`                                                             answered, from copies of the values
     anything else, in the model's forward, a backward or infinity.gathered    the values are fetched, then the call runs
-    anything else, elsewhere                                                  raises, and says what to do
+    anything else, elsewhere                                                  raises an error that says what to do
 
-Writing to a fetched parameter raises an error, too, because the change would be lost with the unit's slot.
+Writing to a fetched parameter raises an error, too, because the change would be lost when the unit's slot is freed.
 
-The parameters of a unit that stays on the device after its forward get this class as well, so that a script behaves the
-same whether or not the weights fit.
+The parameters of a unit get this class after the unit's forward, even if the unit keeps its slot. A script therefore
+behaves in the same way whether or not the weights fit the device.
 
-Some functions of torch's C++ code do not check the class of their argument. Code that writes, or asks for an address
-that it could write to (to_dlpack, most C++ extensions), fails with an error from torch, raised by the placeholder's
-storage. Code that only reads gets NaN, namely: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p),
-x.new(p), x.new_tensor(p), and torch.as_tensor and torch.asarray to another dtype; p.as_subclass and
-torch.Tensor._make_subclass; transforms of torch.func and torch.vmap with p as their argument; `other.data = p` and
-other.set_(p); p as a gradient given to backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions
-that ask for a constant address.
+Some functions of torch's C++ code do not check the class of their argument. If such a function writes, or asks for an
+address to which it could write (to_dlpack, most C++ extensions), the placeholder's storage makes torch raise an error.
+If such a function only reads, it gets NaN. The functions that only read are: the constructors torch.tensor(p),
+torch.Tensor(p), torch.FloatTensor(p), x.new(p), x.new_tensor(p), and torch.as_tensor and torch.asarray to another
+dtype; p.as_subclass and torch.Tensor._make_subclass; transforms of torch.func and torch.vmap with p as their argument;
+`other.data = p` and other.set_(p); p as a gradient argument of backward() or autograd.grad;
+torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
 
-infinity does not notice either that a module writes through `.data` of its own weight in its own forward. The write is
-lost if the weights are kept in the store.
+If a module writes through `.data` of its own weight in its own forward, infinity does not notice the write either. The
+write is lost if the weights are kept in the store.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _CONVERSIONS = ("to", "type", "float", "half", "bfloat16", "cpu", "cuda")
 
 
 def way_out(use: str) -> str:
-    """Return advice for the user of an operation `use` that must not read the values.
+    """Return advice for a user whose operation `use` needs the values of a released parameter.
 
-    An operation that writes is often a step of torch's optimizer.
+    If the operation writes, it is often a step of one of torch's optimizers.
     """
     if use in _CONVERSIONS:
         return (
@@ -79,7 +79,7 @@ class ParameterLender(ABC):
 
     @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """Return a context in which the parameters have their values and their original class.
+        """Return a context in which released parameters have their values and their original class.
 
         Args:
             parameters: released parameters.
@@ -90,7 +90,7 @@ class ParameterLender(ABC):
         """
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a copy of a parameter's values in RAM, for a comparison.
+        """Return a copy of a parameter's values in RAM. torch.equal compares such copies.
 
         Raises:
             ReleasedParameterError: the parameter must not be read now.
@@ -102,20 +102,19 @@ class ParameterLender(ABC):
     def name_of(self, parameter: nn.Parameter) -> str: ...
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Give a parameter its values and its original class from now on, for an access to `.data`.
+        """Restore a parameter's values and its original class permanently, because its `.data` is used.
 
         Raises:
             ReleasedParameterError: the parameter cannot keep its values.
         """
         raise ReleasedParameterError(
-            f"`.data` of parameter '{self.name_of(parameter)}' cannot be used: its values are in "
-            "the store, and infinity would "
-            "not notice writes through `.data`. Inside the forward use the parameter itself (or `.detach()`); "
-            "elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
+            f"`.data` of parameter '{self.name_of(parameter)}' cannot be used: its values are in the store, and "
+            "infinity would not notice writes through `.data`. Inside the forward use the parameter itself (or "
+            "`.detach()`); elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
         )
 
     def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
-        """Set `parameter.data = value`, where `value` is a released parameter, too.
+        """Set `parameter.data = value`; `value` is also a released parameter.
 
         Raises:
             ReleasedParameterError: a parameter cannot keep its values.
@@ -126,16 +125,15 @@ class ParameterLender(ABC):
         parameter.data = value.data
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
-        """Report that an operation `use` wrote to a fetched parameter.
+        """React to an operation `use` that wrote to a fetched parameter.
 
         Raises:
             ModelError: the change would be lost.
         """
         raise ModelError(
             f"{use} writes to parameter '{self.name_of(parameter)}' in a forward or backward pass; the change would be "
-            "lost, because the values are in the store. Change it in `with "
-            "infinity.gathered(model, module, write=True):` "
-            "or before infinity.offload."
+            "lost, because the values are in the store. Change it in `with infinity.gathered(model, module, "
+            "write=True):` or before infinity.offload."
         )
 
     def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
@@ -154,14 +152,15 @@ class ParameterLender(ABC):
         )
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """Return the parameter converted to `dtype` and `device`; None if the conversion must read the values now."""
+        """Return a released parameter with the converted values, in `dtype` and on `device`; None if the conversion
+        must read the values now."""
         return None
 
 
 class ReleasedParameter(nn.Parameter):
     """Parameter whose values must not be read: see [Note: never a silent NaN].
 
-    `released_class` makes the subclasses. The class is assigned to `__class__` and never constructed.
+    `released_class` makes the subclasses. A subclass is assigned to `__class__` of a parameter and never instantiated.
     """
 
     _lender: weakref.ref[ParameterLender]
@@ -192,14 +191,16 @@ class ReleasedParameter(nn.Parameter):
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:
-    """Return a context in which new tensors are not inference tensors, which autograd refuses for ever."""
+    """Return a context in which new tensors are not inference tensors, because autograd never accepts an inference
+    tensor."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the data of a released parameter: one NaN, expanded to the true shape and dtype.
+    """Return the data of a released parameter: one NaN of the true dtype, expanded to the true shape.
 
-    The storage refuses to give out an address to write to, if the installed torch supports such a refusal.
+    If the installed torch supports this, the storage raises an error when code asks for an address to which it could
+    write.
     """
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -247,7 +248,8 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Return a function's name as the user wrote it. For access to an attribute, return the attribute's name."""
+    """Return the name of a function in the user's code. For the getter or setter of an attribute, return the
+    attribute's name."""
     name = str(getattr(func, "__name__", func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return f".{attribute}" if attribute and name in ("__get__", "__set__") else name
@@ -258,7 +260,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -> Any:
     if value and value[0] is parameter:
-        return None  # Module.to() does this when it changes nothing
+        return None  # Module.to() assigns the parameter's own data when it changes nothing
     lender = lender_of(parameter)
     if value and isinstance(value[0], ReleasedParameter):
         return lender.assign(parameter, value[0])
@@ -287,7 +289,7 @@ def _pickle(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, 
 
 
 def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    """Answer `.to()` and similar functions; return the parameter itself if nothing would change."""
+    """Answer `.to()` and similar functions. If the conversion would change nothing, return the parameter itself."""
     args, kwargs = tuple(map(_without_number, args)), {key: _without_number(value) for key, value in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -303,8 +305,7 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
 def _without_number(argument: Any) -> Any:
     """Replace `cpu:0` by `cpu`.
 
-    accelerate places a rank on `cpu:0`, and torch copies a tensor that is sent to `cpu:0` although the tensor is on the
-    CPU.
+    accelerate places a rank on `cpu:0`. torch copies a tensor in `.to("cpu:0")`, even if the tensor is on the CPU.
     """
     device = torch.device(argument) if isinstance(argument, str) and argument.startswith("cpu:") else argument
     numbered = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
@@ -321,19 +322,19 @@ def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, *
 
 
 def _like(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    kwargs.setdefault("memory_format", torch.contiguous_format)  # a placeholder has no strides to preserve
+    kwargs.setdefault("memory_format", torch.contiguous_format)  # a placeholder's strides are not the values' strides
     with torch._C.DisableTorchFunctionSubclass():
         return func(parameter, *args, **kwargs)
 
 
 def _layout(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    """Answer with the strides of the values, not of the placeholder."""
+    """Answer with the layout that the values have, not with the layout of the placeholder."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *args, **kwargs)
 
 
 def _as_pattern(func: Callable[..., Any], tensor: torch.Tensor, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    """Answer `x.to(parameter)` and similar functions, which need only the parameter's dtype, device or shape."""
+    """Answer `x.to(parameter)` and similar functions, which use only the parameter's dtype, device or shape."""
     if not isinstance(parameter, ReleasedParameter):
         return _with_values(func, tensor, parameter, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -383,7 +384,7 @@ _METADATA = frozenset(
         torch._has_compatible_shallow_copy_type,
     ]
 )
-"""Functions that do not read the values."""
+"""Functions that do not read a parameter's values."""
 
 _COMPARISONS = frozenset(_found("equal", torch, torch.Tensor))
 

@@ -1,15 +1,17 @@
-"""Host memory for the new values of speculative updates, for weights or optimizer states that are kept in RAM.
+"""Host memory for new values: a speculative update writes the new values of weights and optimizer states in RAM to this
+memory.
 
-While updates do not speculate, this memory is lent to the staging of the updates, which reads states ahead into it.
+While updates do not speculate, this memory is lent to the staging, which is the memory of the updates' tiles. States
+are then read ahead into this memory.
 
 [Note: homes and shadows trade places]
 A shadow is one piece of memory for all values in RAM that an update of a unit changes. When the update is applied, the
-parts of the shadow become homes, and the old homes become free. The old homes are one piece again, because the homes of
-a unit are adjacent. Most units have the same size, the size of a block of the model, so the next shadow fits into the
-memory of former homes. A shadow takes the shortest free piece that is long enough, so it does not use the longer piece
-that a head or an embedding left. Units of other sizes, or an optimizer that changes only some of the states, can still
-leave free memory in pieces that are too short. A unit whose shadow does not fit does not speculate, and its update
-begins when the step is decided.
+parts of the shadow become homes, and the old homes become free. The memory of the old homes is one piece again, because
+the homes of a unit are adjacent. Most units are blocks of the model and have the same size, so the next shadow fits
+into this piece. A shadow gets the shortest free piece that is long enough, so it does not use a longer piece that was
+the home of a head or an embedding. With units of other sizes, or with an optimizer that changes only some of the
+states, the free memory can still be in pieces that are too short. If there is no piece for a unit's shadow, the unit
+does not speculate, and its update begins when the step is decided.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from infinity.tiers.home import Home, WeightsHome
 class Shadows:
     """Memory for the shadows of all units.
 
-    Invariant: `free_bytes`, the bytes in use by updates and `lent_bytes` add up to the plan's bytes for shadows.
+    Invariant: the sum of `free_bytes`, `lent_bytes` and the bytes that updates use is the plan's number of bytes for
+    shadows.
 
     Args:
         space: memory of the homes in RAM and of the shadows ([Note: homes and shadows trade places]).
-        pipeline: pipeline of the updates, whose staging borrows the memory.
+        pipeline: pipeline of the updates, which uses the lent memory as staging.
         nbytes: bytes planned for shadows.
-        sizes: sizes of the pieces to lend, in this order; they are the weight bytes of the units that need shadows.
+        sizes: sizes of the pieces that are lent, in this order: the weight bytes of the units that need shadows.
     """
 
     def __init__(self, space: Space, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
@@ -43,7 +46,7 @@ class Shadows:
         self.free_bytes = nbytes
 
     def try_shadow(self, weights: WeightsHome | None, states: Sequence[Home]) -> Mapping[Home, Lease] | None:
-        """Return a shadow of weights and states in RAM, by home; None when there is not enough memory for the shadow.
+        """Return a shadow for weights and states in RAM: a lease for each home; None when there is not enough memory.
 
         The weights of all groups share one lease.
 
@@ -95,5 +98,5 @@ class Shadows:
         with interrupts_deferred():
             while self._lent:
                 lease = self._lent.pop()
-                if self._pipeline.reclaim(lease.view()):  # False: a device that was given up may still use the memory
+                if self._pipeline.reclaim(lease.view()):  # False: a disk that never answered may still use it
                     self.give_back(lease)

@@ -1,9 +1,9 @@
-"""Choice whether updates speculate, made from the config and from the results of the last steps.
+"""Choice whether updates speculate. The choice depends on the config and on the results of the last steps.
 
-[Note: steps that are timed] While a device computes the backward, updates slow down the device's copies and the threads
-that feed the device. Whether speculation still gains time depends on the machine and the model. So with `auto`, some
-steps are timed with speculation and some without, in turn, and the faster way is kept for a while. The results are the
-same bits either way.
+[Note: steps that are timed] Updates that run while a device computes the backward slow down the device's copies and the
+threads that queue the device's work. Whether speculation still gains time depends on the machine and the model. With
+`overlap: auto`, some steps with speculation and some steps without are therefore timed alternately, and the faster way
+is used for a number of steps. Both ways give the same bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from infinity.state.request import GroupUpdate
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.75  # weight of the old average in the running average of wrong steps
-_LEARNING = 10  # untimed first steps, which learn the order of units while a device compiles and allocates
-_TURN, _TURNS = 3, 4  # steps per turn, and number of turns
-_GAIN = 0.97  # speculation is switched off only if a step without it takes less than this share of a step with it
-_KEPT = 500  # steps before the next timing
+_LEARNING = 10  # first steps, which are not timed: the order of units is learned, and a device compiles and allocates
+_TURN, _TURNS = 3, 4  # steps in a row with the same choice, and number of such rows
+_GAIN = 0.97  # updates stop speculating only if a step then takes less than this share of the time
+_KEPT = 500  # steps until the two ways are timed again
 
 
 class Predictable(Protocol):
@@ -36,10 +36,10 @@ class Predictable(Protocol):
 
     @property
     def expected_scale(self) -> float:
-        """Factor for the gradients, if the step does not clip."""
+        """Factor by which the step multiplies the gradients if it does not clip them."""
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
-        """Return the update of a unit's groups that the next step is expected to request."""
+        """Return the updates of a unit's groups that the next step is expected to request, by group index."""
 
 
 @dataclass
@@ -47,11 +47,11 @@ class Counts:
     """Numbers of unit updates since the model was offloaded.
 
     Attributes:
-        early: speculative updates that the step agreed with.
+        early: speculative updates that were the same as the step's updates.
         undone: speculative updates that were undone.
         late: updates that began when the step was decided.
-        clipped: number of steps (not of units) that clipped their gradients or changed the loss scale while updates
-            were allowed to speculate; every speculative update of such a step is wrong.
+        clipped: number of steps (not of unit updates) that clipped their gradients or changed the loss scale while
+            updates were allowed to speculate. Every speculative update of such a step is wrong.
     """
 
     early: int = 0
@@ -61,22 +61,22 @@ class Counts:
 
 
 class TimedChoice:
-    """Choice of the faster of two ways: with or without speculation ([Note: steps that are timed]).
+    """Choice of the faster way, with or without speculation ([Note: steps that are timed]).
 
     Args:
-        clock: function that returns seconds.
+        clock: function that returns the present time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps = 0
-        self._last: tuple[bool, float] | None = None  # whether the step before speculated, and when it was decided
-        self._seconds: dict[bool, float] = {}  # shortest time between two decisions, with and without speculation
+        self._last: tuple[bool, float] | None = None  # step before: whether it speculated, and its time
+        self._seconds: dict[bool, float] = {}  # shortest time of a step, with and without speculation
         self._chosen = True
 
     @property
     def speculates(self) -> bool:
-        """Whether the step under way should speculate."""
+        """Whether the updates of the step in progress should speculate."""
         timed = self._steps - _LEARNING
         if 0 <= timed < _TURN * _TURNS:
             return timed // _TURN % 2 == 0
@@ -102,14 +102,14 @@ class TimedChoice:
 
 
 class SpeculationChoice:
-    """Choice whether to speculate, learned from the steps so far.
+    """Choice whether updates speculate, learned from the steps so far.
 
-    A speculation always expects the same: no clipping, no skipping, no change of hyperparameters or loss scale, and no
-    further backward pass.
+    A speculative update always expects that the step does not clip and is not skipped, that hyperparameters and loss
+    scale do not change, and that no further backward pass follows.
 
     Args:
         mode: overlap mode of the plan.
-        timed: choice of the faster way in mode `auto`; None: speculation is taken to be faster.
+        timed: choice of the faster way in mode `auto`; None: speculation is assumed to be faster.
 
     Attributes:
         mode: overlap mode of the plan.
@@ -125,7 +125,7 @@ class SpeculationChoice:
 
     @property
     def worth_it(self) -> bool:
-        """Whether to speculate in this step."""
+        """Whether the updates of this step should speculate."""
         if not worth_speculating(self.mode, self._wrong):
             return False
         return self.mode != "auto" or self._timed is None or self._timed.speculates
@@ -140,13 +140,13 @@ class SpeculationChoice:
             self._learn(wrong=True)
 
     def step_decided(self, right: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
-        """Learn from a decided step whether a speculation was right, or would have been right.
+        """Learn from a decided step whether speculative updates were right, or would have been right.
 
         Args:
             right: units whose speculative updates continue.
             wrong: units whose speculative updates are undone.
             requested: units to update.
-            clipped: whether the gradients are multiplied by another factor than expected.
+            clipped: whether the step multiplies the gradients by another factor than expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
         if self._timed is not None and self.mode == "auto":
@@ -162,7 +162,7 @@ class SpeculationChoice:
             )
 
     def warn(self, cause: str, advice: str) -> None:
-        """Warn once why a speculative update was undone, and which setting avoids such an undo."""
+        """Warn once: say why a speculative update was undone, and which setting avoids this."""
         if cause in self._warned:
             return
         self._warned.add(cause)

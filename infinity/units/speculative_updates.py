@@ -1,4 +1,4 @@
-"""Start of updates before the step is decided, and of reads ahead for the other updates."""
+"""Code that begins updates before the step is decided, and reads states ahead for the other updates."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from infinity.units.update_queue import UpdateQueue
 
 
 class SpeculativeUpdates:
-    """Start of speculative updates and of reads ahead. The methods are called under the coordinator's lock.
+    """Object that begins speculative updates and reads states ahead. The methods are called under the coordinator's
+    lock.
 
-    With several ranks, each rank speculates on its own, because an update contains no collective. The ranks decide the
-    step together; the decision shows which speculations were wrong.
+    With several ranks, each rank begins speculative updates without asking the other ranks, because an update contains
+    no collective. The ranks decide the step together, and each rank then undoes its wrong speculative updates.
 
     Args:
-        speculation: choice whether to speculate.
-        updates: updates under way.
+        speculation: choice whether updates speculate.
+        updates: updates in progress.
         passes: backward passes before the step.
         commits: commits of the model.
         pump: pump of the model.
@@ -50,12 +51,13 @@ class SpeculativeUpdates:
         self._shards = shards
 
     def gradients_complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
-        """Begin the update of a unit whose gradients seem to be complete, if that is worthwhile.
+        """Begin the update of a unit whose gradients seem to be complete, if a speculative update is possible and is
+        expected to save time.
 
         Args:
             unit: unit with complete gradients.
             optimizer: optimizer of all parameters; None when there are several optimizers, or none.
-            step: step that the update would belong to.
+            step: the optimizer step to which the update would belong.
         """
         if optimizer is None or not self._seems_worth_it(unit, optimizer):
             return
@@ -80,12 +82,13 @@ class SpeculativeUpdates:
     def backward_begins(
         self, order: Callable[[], Sequence[OffloadedUnit]], optimizer: Predictable | None, step: int
     ) -> None:
-        """Read states ahead, before the last backward of a step, for updates that will not begin during the backward.
+        """If the backward that begins is the last one before the step, read states ahead for updates that will not
+        begin during this backward.
 
         Args:
             order: function that returns all units; the unit that the next forward uses first comes first.
             optimizer: optimizer of all parameters; None when there are several optimizers, or none.
-            step: step that the updates belong to.
+            step: the optimizer step to which the updates belong.
         """
         if optimizer is None or self._speculation.mode == "off":
             return
@@ -100,9 +103,10 @@ class SpeculativeUpdates:
             self._updates.read_ahead(waiting, step)
 
     def undo(self, cause: str, advice: str) -> None:
-        """Undo all speculative updates before the step, and warn once why the speculation was wrong.
+        """Undo all speculative updates before the step is decided, and warn once why they were wrong.
 
-        UpdateQueue.decide undoes the updates that the step itself rejects, for example when it clips.
+        If only the step shows that an update is wrong, for example because the step clips, UpdateQueue.decide undoes
+        the update.
 
         Raises:
             SwapIOError: the device failed.
@@ -111,7 +115,7 @@ class SpeculativeUpdates:
         self.drop()
 
     def before_landing(self, index: int) -> None:
-        """Make a unit ready for further gradients, which are about to land.
+        """Prepare a unit for further gradients, which will land next.
 
         If the unit has a decided update, apply the update. If the unit has a speculative update, undo all speculative
         updates.
@@ -142,7 +146,7 @@ class SpeculativeUpdates:
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
         """Return the units whose speculative updates differ from the requested updates.
 
-        UpdateQueue.decide also undoes speculative updates that were right but have not begun to run. These updates
+        UpdateQueue.decide also undoes speculative updates that were right, if they have not begun to run. These updates
         begin again, in the order of the next forward.
         """
         return {

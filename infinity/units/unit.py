@@ -1,10 +1,9 @@
-"""One offloaded unit: the single object to ask for the state of a unit.
+"""One offloaded unit: the object that has, or refers to, everything about a unit.
 
-weights     residency of the weights on the device (weights.py)
-views       current form of the parameters: placeholder, view of a slot or gathered copy (parameters.py)
-update      update under way; None when there is none (update.py)
-gradients   gradients that have arrived, and the memory they wait in (gradients.py)
-homes       where all states are kept between uses (tiers/home.py)
+weights     whether and where the weights are on the device (weights.py) views       current form of the parameters:
+placeholder, view of a slot or gathered copy (parameters.py) update      update in progress; None when there is none
+(update.py) gradients   gradients that have arrived, and their memory (gradients.py) homes       where all states are
+kept between uses (tiers/home.py)
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from infinity.units.weights import Residency, Weights
 
 
 class OffloadedUnit:
-    """One offloaded unit; the table at the top of the file lists its parts.
+    """One offloaded unit. The table at the top of this file lists its parts.
 
-    Invariant: a unit has at most one update under way, speculative or decided.
+    Invariant: a unit has at most one update in progress, which is speculative or decided.
 
     Attributes:
         full: the full unit, in the layout of its slot.
-        local: part of the unit that this rank keeps and updates: the full unit, or the rank's slice.
+        local: part of the unit that this rank keeps and updates: the full unit, or this rank's slice.
         shard: division of the unit into the slices of the ranks.
 
     Args:
-        health: object that records the failure of a decided update.
+        health: object that records a failure of the model if a decided update fails.
     """
 
     def __init__(
@@ -111,11 +110,11 @@ class OffloadedUnit:
 
     @property
     def _viewed(self) -> Slot | None:
-        """Slot that the parameters are views of; None when they are not views."""
+        """Slot of which the parameters are views; None when they are not views of a slot."""
         return self.weights.slot if self.weights.residency is Residency.RESIDENT else None
 
     def own_value(self, name: str) -> torch.Tensor:
-        """Return a view of one parameter's values in the unit's slot, even while the parameter is a gathered copy.
+        """Return a view of one parameter's values in the unit's slot, even if the parameter's data is a gathered copy.
 
         The unit must have a slot.
         """
@@ -140,7 +139,8 @@ class OffloadedUnit:
         return self.homes.states.get(group)
 
     def trained(self) -> Iterator[tuple[int, Group, GroupStates]]:
-        """Yield the groups that have optimizer states on this rank, as (group index, this rank's part, states)."""
+        """Yield (group index, this rank's part of the group, states) for each group that has optimizer states on this
+        rank."""
         for index, states in self.homes.states.items():
             yield index, self.local.groups[index], states
 
@@ -158,12 +158,12 @@ class OffloadedUnit:
 
     @property
     def decided(self) -> UnitUpdate | None:
-        """Decided update under way; None when the update is speculative, or there is no update."""
+        """The update in progress if it is decided; otherwise None."""
         return None if self.update is None or self.update.is_speculative else self.update
 
     @property
     def speculative(self) -> UnitUpdate | None:
-        """Speculative update under way; None when the update is decided, or there is no update."""
+        """The update in progress if it is speculative; otherwise None."""
         return self.update if self.update is not None and self.update.is_speculative else None
 
     def begin_update(self, update: UnitUpdate) -> None:
@@ -172,12 +172,12 @@ class OffloadedUnit:
         self.update = update
 
     def apply_update(self) -> None:
-        """Wait until the decided update, if there is one, is computed, then apply it.
+        """If there is a decided update, wait until it is computed, then apply it.
 
-        Once the update is applied, its new weights in memory are valid, and the gradients are no longer needed.
+        After the update is applied, the new values in memory are valid, and the gradients are no longer needed.
 
         Raises:
-            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
+            SwapIOError: a transfer failed. Some values of the unit are new, and some are old.
         """
         update = self.update
         if update is None or update.state is not UpdateState.DECIDED:
@@ -190,24 +190,25 @@ class OffloadedUnit:
             update.to(UpdateState.APPLIED)
 
     def await_slot(self) -> None:
-        """Wait until the decided update, if there is one, no longer uses the slot of the weights.
+        """If there is a decided update, wait until it no longer uses the slot of the weights.
 
         Raises:
-            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
+            SwapIOError: a transfer failed. Some values of the unit are new, and some are old.
         """
         if self.decided is not None:
             self._await(self.decided, "weights")
 
     def finish_update(self) -> UnitUpdate | None:
-        """Wait until the decided update is written, then finish it.
+        """Wait until the new values of the decided update are written, then finish the update.
 
-        Once the update is finished, its new values are valid in the store, too, and the unit has no update under way.
+        After the update is finished, its new values are valid in the store, too, and the unit has no update in
+        progress.
 
         Returns:
-            The finished update, or None when a signal handler finished it during the wait.
+            The finished update; None when a signal handler finished the update during the wait.
 
         Raises:
-            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
+            SwapIOError: a transfer failed. Some values of the unit are new, and some are old.
         """
         update = self.decided
         if update is None:
@@ -226,9 +227,9 @@ class OffloadedUnit:
         return update
 
     def undo_update(self) -> None:
-        """Discard the speculative update, if there is one, and restore the state before the update.
+        """If there is a speculative update, discard it and restore the state before the update.
 
-        The caller has canceled the update; none of its transfers is in flight.
+        The caller has canceled the update and has waited for its transfers.
         """
         update = self.update
         if update is None:
@@ -238,7 +239,8 @@ class OffloadedUnit:
         self._end(update)
 
     def _end(self, update: UnitUpdate) -> None:
-        """Return the memory that has not become a home: the shadow of an undone update, or of viewed weights."""
+        """Give back the shadow memory that has not become a home: all of it after an undone update, and the part of
+        viewed weights after a finished update."""
         for lease in update.shadows():
             self._shadows.give_back(lease)
         update.release_weights_copy(now=True)
@@ -251,10 +253,11 @@ class OffloadedUnit:
             wait_all(update.until(milestone))
 
     def _take_over(self, update: UnitUpdate) -> None:
-        """Make the memory with the new values the home of these values.
+        """Make the memory with the new values the home of the values.
 
-        Weights with views keep their memory: the new weights are copied to this memory. The part of the shadow with the
-        new weights is returned after the weights are written to the store.
+        If views of the old weights exist, the home of the weights does not move, and the new weights are copied to the
+        old memory. The part of the shadow with the new weights is given back after the weights are written to the
+        store.
         """
         weights = self.homes.weights
         for shadow, home in update.shadows().items():
@@ -269,7 +272,7 @@ class OffloadedUnit:
         """Return the new weights of the decided update, by group; empty without a decided update."""
         return {} if self.decided is None else self.decided.written()
 
-    # -- delays of the next use of the unit ---------------------------------------------------------------------------
+    # -- reasons why the next use of the unit must wait ---------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
@@ -277,7 +280,7 @@ class OffloadedUnit:
         return self.decided is None or self.decided.reached("weights")
 
     def reads_slot(self) -> bool:
-        """Return whether a speculative update reads the weights from the unit's slot, so that the slot must be kept."""
+        """Return whether a speculative update reads the weights from the unit's slot. If so, the slot must be kept."""
         return self.update is not None and self.update.reads_slot()
 
     def writes_from_slot(self) -> bool:
@@ -287,8 +290,9 @@ class OffloadedUnit:
     def can_be_fetched(self) -> bool:
         """Return whether a fetch can begin now.
 
-        If the weights are in RAM, a fetch must wait for their update; this call applies the update if it is computed. A
-        fetch from the store need not wait, because its read is chained to the update.
+        If the weights are in RAM, a fetch must wait for their update. This call applies the update if the update is
+        computed. A fetch from the store need not wait, because the engine starts the read when the update has written
+        the weights.
         """
         if self.decided is None or self.homes.weights.lease is None:
             return True

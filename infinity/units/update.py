@@ -1,4 +1,4 @@
-"""One unit's update under way.
+"""One unit's update in progress.
 
 [Note: a step is a dataflow]
 
@@ -6,19 +6,19 @@
                                            │                            ▲
     step() ────────────────────────────────┼────────────────────────────┘
                                            └─step() disagrees──▶ UNDONE
-    backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
+    backward begins ──▶ first states READ AHEAD (read_ahead.py), which the update takes over when it begins
 
 A speculative update assumes that the step will neither clip nor skip, and that the hyperparameters will not change. It
 reads the current values and writes the new values to other memory and to other copies in the store
-(tiers/destination.py). So a speculative update may be undone at any time; until the decision, every reader sees the old
-values.
+(tiers/destination.py). So a speculative update may be undone at any time, and until the step is decided every reader
+sees the old values.
 
-A decided update may overwrite the old values. A caller that needs the unit waits for this unit's update only. If the
-new weights are kept in memory, the wait ends when the weights are computed. The update is applied at that moment, while
-its writes to the store may still be in flight. Once the update is finished, the values in the store are valid, too.
+A decided update may overwrite the old values. A caller that needs the unit waits only for the update of this unit. If
+the new weights are kept in memory, the caller waits until they are computed. The update is then applied, while its
+writes to the store may still be in flight. After the update is finished, the values in the store are valid, too.
 
-Speculative and decided updates give the same bits as a step that waits for every update, because they run the same jobs
-over the same bytes.
+Speculative and decided updates do the same computations on the same values as a step that waits for every update, so
+the results have the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ written     all new values are complete at their destination
 
 @dataclass(frozen=True)
 class UpdateTransfer(Transfer):
-    """Update under way of one group of a unit."""
+    """The update of one group of a unit, in progress."""
 
     future: _native.UpdateFuture
 
@@ -59,15 +59,16 @@ class UpdateTransfer(Transfer):
 
     @functools.cached_property
     def _futures(self) -> dict[Milestone, _native.IOFuture]:
-        """Future of each milestone, cached because the native attribute makes a new object at each access."""
+        """Future of each milestone. The dict is cached, because the native attribute makes a new object at each
+        access."""
         return {"computed": self.future.computed, "weights": self.future.weights, "written": self.future}
 
     def until(self, milestone: Milestone) -> Transfer:
-        """Return the part of the transfer that ends at a milestone."""
+        """Return the transfer up to a milestone."""
         return Transfer(self._futures[milestone], self.unit, self.state, self.step, self.state_of)
 
     def done_until(self, milestone: Milestone) -> bool:
-        """Return whether the transfer has reached a milestone, successfully or not."""
+        """Return whether the transfer has reached a milestone or has failed."""
         return self._futures[milestone].done()
 
 
@@ -95,19 +96,20 @@ Destinations = Mapping[str, StateDestination]
 
 
 class UnitUpdate:
-    """One unit's update under way ([Note: a step is a dataflow]).
+    """One unit's update in progress ([Note: a step is a dataflow]).
 
     Attributes:
-        wanted: requested update of each group.
+        wanted: requested update of each group, by group index.
         destinations: destinations of the new values, by group.
         committed: whether the update writes all states that a generation needs.
         speculated: whether the update began before the step was decided.
         uses_slot: whether the update reads the current weights from the unit's slot, or writes from the slot to the
             store.
         moves_weights: whether applying the update moves the weights to other memory.
-        transfers: the native updates under way, by group.
+        transfers: the native updates in progress, by group.
         viewed: whether views of the weights' memory exist, so that the new weights must be copied to this memory.
-        weights_copy: host copy of the current weights of a device; None when there is no copy, or it is released.
+        weights_copy: copy in host memory of the current weights of a device; None when there is no copy, or when the
+            copy is released.
         state: state of the update; only `to` changes it.
     """
 
@@ -147,16 +149,16 @@ class UnitUpdate:
         return [transfer.until(milestone) for transfer in self.transfers.values()]
 
     def reached(self, milestone: Milestone) -> bool:
-        """Return whether the update has reached a milestone, successfully or not."""
+        """Return whether the update has reached a milestone or has failed."""
         return all(transfer.done_until(milestone) for transfer in self.transfers.values())
 
     def wait(self, milestone: Milestone) -> None:
-        """Wait until the update reaches a milestone, successfully or not."""
+        """Wait until the update reaches a milestone or fails."""
         for transfer in self.until(milestone):
             transfer.wait()
 
     def reads_slot(self) -> bool:
-        """Return whether the update still reads the weights from the unit's slot, so that the slot must be kept."""
+        """Return whether the update still reads the weights from the unit's slot. If so, the slot must be kept."""
         return self.speculated and self.uses_slot and not self.reached("computed")
 
     def writes_from_slot(self) -> bool:
@@ -167,7 +169,7 @@ class UnitUpdate:
         """Release the copy of the weights if the update no longer uses this copy.
 
         Args:
-            now: whether to release the copy at once.
+            now: whether to release the copy even if the update has not finished reading it.
 
         Returns:
             Whether no copy is left.
@@ -178,7 +180,7 @@ class UnitUpdate:
         return self.weights_copy is None
 
     def keep_memory(self) -> None:
-        """Record that views of the weights' memory exist, so that the new weights are later written to this memory."""
+        """Record that views of the weights' memory exist. The new weights will then be copied to this memory."""
         self.viewed = True
 
     def each_destination(self) -> Iterator[StateDestination]:
@@ -187,9 +189,9 @@ class UnitUpdate:
             yield from of_group.values()
 
     def shadows(self) -> dict[Lease, Home]:
-        """Return the shadow memory that is not a home yet, each piece with the home that will move to the piece.
+        """Return the pieces of shadow memory that are not homes yet, each with the home that will move to the piece.
 
-        One piece has the weights of all groups; it comes with the weights' home of only one of these groups.
+        The weights of all groups are in one piece. Its value in the dict is the home of only one of these groups.
         """
         if not self.speculated:
             return {}
@@ -197,14 +199,15 @@ class UnitUpdate:
         return {each.rests_in: each.home for each in moving if each.rests_in is not None}
 
     def written(self) -> Written:
-        """Return the destinations of the new weights, by group; each with the transfer that completes the weights."""
+        """Return the destinations of the new weights, by group. Each destination has the transfer that completes the
+        weights."""
         return {
             index: replace(self.destinations[index]["weight"], written=transfer.until("weights"))
             for index, transfer in self.transfers.items()
         }
 
     def require_well(self) -> None:
-        """Check that no transfer of the update is known to have failed.
+        """Raise an error if a transfer of the update has failed. Does not wait.
 
         Raises:
             SwapIOError: a transfer failed.

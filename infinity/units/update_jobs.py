@@ -23,13 +23,13 @@ def submit_update(
 ) -> UpdateTransfer:
     """Start the update of a unit's group.
 
-    Groups pass through the pipeline in the order of these calls, except speculative groups. The newest speculative
-    update runs next, once the update that is running has ended. So the speculative updates that remain when the step is
-    decided are spread over the model, and the next forward reaches these updates one at a time. Groups without
-    transfers to or from the store have a separate order: these groups are computed while the others wait for the disk.
+    Groups pass through the pipeline in the order of these calls, except speculative groups. When the running update has
+    ended, the newest speculative update runs next. The speculative updates that have not run when the step is decided
+    are therefore spread over the model, and the next forward reaches them one at a time. Groups without transfers to or
+    from the store have a separate order. They are computed while the other groups wait for the disk.
 
     Each group waits for the gradients of all updated groups of the unit. Otherwise a unit could begin with a small
-    group while the gradients of another group are in flight, and that other group would run after all later units.
+    group while the gradients of its large group are in flight, and the large group would run after all later units.
 
     Args:
         resources: resources of the model.
@@ -37,8 +37,8 @@ def submit_update(
         update: update of the unit.
         group_index: index of the group.
         step: the optimizer step, counted from 1.
-        ahead: job that `read_update_ahead` returned for this group, which the update takes over; None without such a
-            job.
+        ahead: job that `read_update_ahead` returned for this group, which the update takes over; None if there is no
+            such job.
     """
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
@@ -73,7 +73,7 @@ def _naming(
 ) -> Callable[[_native.Failure], str]:
     """Return a function that names the state whose transfer failed in an update.
 
-    Spilled gradients are the only scratch data that an update moves.
+    The only data of an update that belong to no extent of a state are spilled gradients.
 
     Args:
         resources: resources of the model.
@@ -98,9 +98,9 @@ def _naming(
 def read_update_ahead(
     resources: Resources, unit: OffloadedUnit, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
-    """Begin to read from the store the states that a group's update will read, before the step is decided.
+    """Before the step is decided, begin to read the states that a group's update will need from the store.
 
-    Weights are not read ahead: the update uses the weights in the slot if they are still present.
+    Weights are not read ahead, because the update uses the weights in the slot if the unit still has a slot.
     """
     group, states = unit.local.groups[group_index], unit.homes.states[group_index]
     file = resources.require_store().file

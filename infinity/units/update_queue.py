@@ -1,4 +1,5 @@
-"""Updates under way. An update begins on speculation or after the step is decided; updates are finished one by one."""
+"""The updates in progress. An update begins speculatively, or when the step is decided. Updates are finished one by
+one."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateQueue:
-    """All updates under way.
+    """All updates in progress.
 
     Invariant: `_under_way` has the units with an update, in the order in which the updates began. Units with a decided
     update come first.
 
     Attributes:
         shadows: memory for the new values of speculative updates.
-        ahead: states read ahead for updates that have not begun.
+        ahead: states that were read ahead for updates that have not begun.
     """
 
     def __init__(self, resources: Resources, shadows: Shadows) -> None:
@@ -52,7 +53,7 @@ class UpdateQueue:
 
     @property
     def oldest_decided(self) -> OffloadedUnit | None:
-        """Unit whose decided update began first; None without a decided update.
+        """Unit whose decided update began first; None if there is no decided update.
 
         Speculative updates begin after all decided updates.
         """
@@ -62,7 +63,8 @@ class UpdateQueue:
     # -- speculation --------------------------------------------------------------------------------------------------
 
     def can_speculate(self, unit: OffloadedUnit) -> bool:
-        """Return whether a speculative update of the unit is possible without overwriting anything, and is useful."""
+        """Return whether a speculative update of the unit would be useful, and can write its new values without
+        overwriting current values."""
         weights, states = unit.homes.weights, unit.homes.all_states()
         if unit.update is not None or not states:
             return False
@@ -89,13 +91,13 @@ class UpdateQueue:
         """Begin the update of a unit before the step is decided.
 
         Returns:
-            False when there is no memory for the new values or no spare copy to write to, or when only some of the
-                unit's weights would get new memory.
+            Whether the update has begun. It does not begin if there is no memory for the new values or no spare copy in
+            the store, or if only some of the unit's weights would get new memory.
         """
         weights = unit.homes.weights
         at_home = weights.lease is not None
         if at_home and len(wanted) < sum(group.numel > 0 for group in unit.local.groups):
-            return False  # the new memory would lack the weights of a group without gradients
+            return False  # the new memory would not have the weights of a group without gradients
         updated = [unit.homes.updated(group, wanted[group].moments) for group in wanted]
         resting = [home for homes in updated for home in homes.values() if home.in_memory]
         if committed and not self._have_spare_copies(resting):
@@ -110,9 +112,9 @@ class UpdateQueue:
         return True
 
     def reclaim_shadows(self) -> None:
-        """Take the lent shadow memory back, because updates speculate again.
+        """Take the lent shadow memory back, because updates will speculate again.
 
-        Drop the states that were read ahead into this memory. Wait for decided updates, which may compute in this
+        Drop the states that were read ahead into this memory. Wait for decided updates, because they may use this
         memory, and for writes from this memory.
         """
         if not self.shadows.lent_bytes:
@@ -131,7 +133,8 @@ class UpdateQueue:
         self.ahead.begin((unit for unit in order if unit.update is None), step)
 
     def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
-        """Return a copy of a unit's weights from the device, after releasing copies that no update uses."""
+        """Start to copy a unit's weights from the device to host memory, after releasing the copies that no update uses
+        any more."""
         self._copied = [
             other for other in self._copied if other.update is not None and not other.update.release_weights_copy()
         ]
@@ -141,26 +144,29 @@ class UpdateQueue:
         return copy
 
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
-        """Return whether an update may read the unit's slot and still leave enough slot memory for other units."""
+        """Return whether there is enough slot memory for other units if an update reads the unit's slot, which then
+        cannot be evicted."""
         self._readers = [other for other in self._readers if other.reads_slot()]
         kept = sum(other.full.weight_bytes for other in self._readers)
         return may_keep_slot(unit.full.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
-        """Wait until no update reads a slot. A failed update is reported when that update is finished or undone."""
+        """Wait until no update reads a slot. This raises no error: the error of a failed update is raised when the
+        update is finished or undone."""
         for unit in self._readers:
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
 
     def undo(self, units: Iterable[OffloadedUnit]) -> None:
-        """Cancel and undo the speculative updates of these units. On return none of their transfers is in flight.
+        """Cancel and undo the speculative updates of these units. When this method returns, none of the updates'
+        transfers is in flight.
 
         Raises:
             SwapIOError: the device failed.
         """
         dropped = [(unit, update) for unit in units if (update := unit.speculative) is not None]
         transfers = [transfer for _, update in reversed(dropped) for transfer in update.transfers.values()]
-        with interrupts_deferred():  # a canceled update left in place would count as valid
+        with interrupts_deferred():  # a canceled update that is not undone would count as valid
             for transfer in transfers:
                 self._resources.pipeline.cancel(transfer.future)
             failure = _wait_canceled(transfers)
@@ -177,17 +183,17 @@ class UpdateQueue:
     ) -> list[OffloadedUnit]:
         """Begin the updates of a decided step.
 
-        Speculative updates that match the step continue; all other speculative updates are undone. All missing updates
-        begin, in `order`.
+        Speculative updates that match the step continue, and all other speculative updates are undone. After that, the
+        updates that are not in progress begin, in `order`.
 
         Args:
             requests: requested updates, by unit.
-            order: all units; the unit that is used first comes first.
+            order: all units, in the order in which the next forward is expected to use them.
             step: the optimizer step.
             committed: whether the updates write all states that a generation needs.
 
         Returns:
-            The units with an update of this step.
+            The units that have an update of this step.
         """
         right = {
             unit.index: update
@@ -207,13 +213,13 @@ class UpdateQueue:
         return self.decided
 
     def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
-        """Take back the updates in `updates` that have not begun to run.
+        """Withdraw the updates in `updates` that have not begun to run.
 
-        An update that was taken back may begin again in the order of the forward, and may then overwrite the old
-        values. An update that has begun to run continues, so that no work is done twice.
+        A withdrawn update can begin again in the order of the forward, and can then overwrite the old values. An update
+        that has begun to run continues, so that no work is done twice.
 
         Returns:
-            The keys of the updates that were taken back.
+            The keys of the withdrawn updates.
         """
         futures = [[transfer.future for transfer in update.transfers.values()] for update in updates.values()]
         withdrawn = self._resources.pipeline.withdraw(futures)
@@ -234,7 +240,8 @@ class UpdateQueue:
         Args:
             unit: unit to update.
             wanted: requested update of each group.
-            slot: host memory of the slot with the current weights, which the update may use; None without such memory.
+            slot: host memory of the slot with the current weights, which the update may use; None if there is no such
+                memory.
             shadow: for a speculative update, the memory for the new values of states in RAM; None for a decided update.
             step: the optimizer step.
             committed: whether the update writes all states that a generation needs.
@@ -277,7 +284,8 @@ class UpdateQueue:
                 )
 
     def _copy_to_write(self, home: Home, *, speculative: bool, committed: bool) -> int | None:
-        """Return the copy in the store to write new values to; None when the new values are kept in RAM only."""
+        """Return the copy in the store to which new values are written; None when the new values are kept only in
+        RAM."""
         if home.in_memory and not committed:
             return None
         extent = home.stored()
@@ -289,10 +297,10 @@ class UpdateQueue:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, unit: OffloadedUnit) -> None:
-        """Wait for the decided update of a unit, if there is one, and finish it, so that its new values become valid.
+        """If a unit has a decided update, wait for the update and finish it, so that its new values become valid.
 
         Raises:
-            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
+            SwapIOError: a transfer failed. Some values of the unit are new, and some are old.
         """
         update = None if unit.decided is None else unit.finish_update()
         if update is None:
@@ -306,23 +314,24 @@ class UpdateQueue:
             )
 
     def finish_written(self) -> None:
-        """Finish the updates that are written, oldest first, up to the first update that is not written."""
+        """Finish the updates whose new values are written, from the oldest one up to the first one that is not written
+        yet."""
         while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
             self.finish(unit)
 
     def finish_all(self) -> None:
-        """Finish every decided update, after waiting for it.
+        """Wait for every decided update, and finish it.
 
         Raises:
-            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
+            SwapIOError: a transfer failed. Some values of the unit are new, and some are old.
         """
         for unit in self.decided:
             self.finish(unit)
 
     def require_well(self) -> None:
-        """Check that the oldest decided update is not known to have failed.
+        """Raise an error if the oldest decided update has failed. Does not wait.
 
-        A later update is checked when it has become the oldest one.
+        Later updates are checked after they have become the oldest one.
 
         Raises:
             SwapIOError: a transfer of the update failed.
@@ -334,7 +343,7 @@ class UpdateQueue:
 
 
 def _wait_canceled(transfers: Iterable[UpdateTransfer]) -> SwapIOError | None:
-    """Wait for all transfers, and return the first failure other than a cancellation."""
+    """Wait for all transfers. Return the first failure that is not a cancellation; None if there is none."""
     first: SwapIOError | None = None
     for transfer in transfers:
         try:

@@ -9,11 +9,11 @@
         ├──────────────────────leave───────────────── UPDATING─┘   the update writes the new weights into the slot
         └──────────────────────leave───────────────── STALE        the update reads the slot, and writes elsewhere
 
-The parameters of a RESIDENT unit are views of its slot; the parameters of every other unit are placeholders. A FETCHING
-unit may be released once its fetch is finished.
+The parameters of a RESIDENT unit are views of its slot, and the parameters of all other units are placeholders. A
+FETCHING unit may be released only after its fetch is finished.
 
-`version` counts the updates of the unit's weights. Each tensor saved for backward records the version at the time of
-saving.
+`version` counts the updates of the unit's weights. Each view that autograd saves for the backward is stored with the
+version at that time.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Weights:
     """One unit's weights on the device: see [Note: the life of a unit's weights].
 
     Attributes:
-        residency: state of the weights; only the transitions change it.
+        residency: state of the weights; only the transitions in the note change it.
         slot: device memory of the weights; None while RELEASED or FETCHING.
         fetch: fetch in flight; None unless FETCHING.
-        uses: number of forwards that run in the unit.
-        held: whether the unit is one of those whose backward was announced last.
+        uses: number of forwards of the unit that are in progress.
+        held: whether the backward of the unit is among the backwards that were announced last.
         version: number of updates so far.
     """
 
@@ -88,7 +88,8 @@ class Weights:
             The slot.
 
         Raises:
-            SwapIOError: the device failed. The unit is RELEASED, or stays FETCHING for ever if the device was given up.
+            SwapIOError: the disk failed. The unit is then RELEASED. If the disk did not answer before the deadline, the
+                unit remains FETCHING.
         """
         if self.fetch is None:
             raise AssertionError(f"unit '{self._name}' is fetching nothing")
@@ -121,12 +122,12 @@ class Weights:
         self._views.hide()
 
     def updated(self) -> None:
-        """Show the new weights, which the update has written into the slot."""
+        """Make the parameters views of the slot again, into which the update has written the new weights."""
         self._to(Residency.RESIDENT)
         self._views.show(self.require_slot())
 
     def release(self) -> Slot:
-        """Give up the slot. Nothing may use the slot any more.
+        """Give up the slot. The caller has checked that nothing uses the slot any more.
 
         Returns:
             The slot, which the caller frees.
@@ -140,15 +141,15 @@ class Weights:
         return slot
 
     def bump(self) -> None:
-        """Count a change of the weights, which invalidates the tensors saved for backward."""
+        """Count a change of the weights, which invalidates the views that were saved for the backward."""
         self.version += 1
 
     def use(self) -> None:
-        """Count a forward that begins in the unit."""
+        """Count a forward of the unit, which begins."""
         self.uses += 1
 
     def unuse(self) -> None:
-        """Count the end of a forward, normal or by an exception."""
+        """Count the end of a forward of the unit, which may have ended with an exception."""
         self.uses = max(self.uses - 1, 0)
 
     def hold(self, held: bool) -> None:
@@ -159,7 +160,8 @@ class Weights:
         self.uses, self.held = 0, False
 
     def rest(self) -> None:
-        """Forbid reads of the parameters if no use of the weights is known before the unit is fetched again."""
+        """If the unit is not in use and nothing refers to its slot, end the use of the slot, and forbid reads of the
+        parameters if the slot requires this."""
         rests = self.residency is Residency.RESIDENT and not self.in_use and not self.referred_to()
         if rests and self.require_slot().rest():
             self._views.close()
@@ -174,17 +176,19 @@ class Weights:
         return self.slot
 
     def referred_to(self) -> bool:
-        """Return whether the slot has references besides the parameters, or autograd saved a parameter itself."""
+        """Return whether other tensors than the parameters refer to the slot, or autograd has saved a parameter
+        itself."""
         return self.slot is not None and (self.slot.outstanding() or self._views.saved_by_autograd())
 
     def copy_down(self) -> WeightsCopy | None:
         """Start to copy the newest weights from the device to host memory, so that an update need not read the store.
 
         Returns:
-            The copy; None when no slot has the newest weights, or the slot makes no copy (Slot.copy_down).
+            The copy; None when no slot has the newest weights, or when Slot.copy_down returns None.
         """
         return None if self.slot is None or self.residency is not Residency.RESIDENT else self.slot.copy_down()
 
     def host_memory(self) -> Lease | None:
-        """Return the slot's host memory; None if the slot is not in host memory or lacks the newest weights."""
+        """Return the slot's host memory; None if the slot is not in host memory, or does not have the newest
+        weights."""
         return None if self.slot is None or self.residency is Residency.STALE else self.slot.lease
