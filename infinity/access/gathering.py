@@ -167,9 +167,9 @@ def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> Non
     free = available_device_bytes(device)
     if nbytes > free:
         raise PlanError(
-            f"infinity.gathered needs {format_bytes(nbytes)} for copies on {device}, and "
-            f"only {format_bytes(free)} are free. Gather one module at a time, or iterate over "
-            "infinity.state_dict(model), which keeps one tensor in memory at a time."
+            f"infinity.gathered needs {format_bytes(nbytes)} for copies on {device}, and only {format_bytes(free)} are "
+            "free. Gather one module at a time, or iterate over infinity.state_dict(model), which keeps one tensor in "
+            "memory at a time."
         )
 
 
@@ -232,8 +232,8 @@ def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
         )
         raise ModelError(
             f"parameter '{of_unit[at]}' has other values on rank {rank} than on rank 0 at the end of "
-            "infinity.gathered(..., write=True). Nothing was written; change the parameter "
-            "in the same way on all ranks."
+            "infinity.gathered(..., write=True). Nothing was written; change the parameter in the same way on all "
+            "ranks."
         )
 
 

@@ -274,9 +274,8 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
                 ]
                 if given and home is None:
                     raise ModelError(
-                        f"the copy has {state} of '{given[0].spec.name}', but this model was "
-                        "offloaded without room for "
-                        "it. Give the optimizer of the run as optimizer=."
+                        f"the copy has {state} of '{given[0].spec.name}', but this model was offloaded without room "
+                        "for it. Give the optimizer of the run as optimizer=."
                     )
                 if given and home is not None:
                     _fill_moment(coordinator, group, state, home, given)

@@ -59,9 +59,8 @@ class LentGradients:
             every = [(each, place, each.grad) for each, place in coordinator.places()]
         if all(gradient is None for *_, gradient in every):
             raise ModelError(
-                "infinity.gathered(..., grads=True): no parameter of the model has a gradient. "
-                "Enter the context between "
-                "backward() and zero_grad()."
+                "infinity.gathered(..., grads=True): no parameter of the model has a gradient. Enter the context "
+                "between backward() and zero_grad()."
             )
         every = [one for one in every if one[1].spec.name in named]
         self._wanted = [(each, place, handle) for each, place, handle in every if isinstance(handle, GradientHandle)]

@@ -154,9 +154,8 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     rank, ranks = rank_and_world()
     if marker.ranks != ranks:
         raise ResumeError(
-            f"{place} was written by a run of {ranks_text(marker.ranks)}, and this run has "
-            f"{ranks_text(ranks)}. Resume from "
-            f"it with {ranks_text(marker.ranks)}; or start a new run that loads its weights as a model."
+            f"{place} was written by a run of {ranks_text(marker.ranks)}, and this run has {ranks_text(ranks)}. Resume "
+            f"from it with {ranks_text(marker.ranks)}; or start a new run that loads its weights as a model."
         )
     directory = rank_path((paths[0] if paths else Path(marker.directories[0])).expanduser().absolute(), rank, ranks)
     header = header_in(directory).header
@@ -169,11 +168,9 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     digest = marker.digest_of(rank, ranks)
     if not any(pin.digest == digest and (directory / pin.manifest_name).exists() for pin in pins):
         raise ResumeError(
-            f"generation {marker.step}, which {place} names, is not in {directory} any more: "
-            "it was unpinned. Generations "
-            f"pinned there: {pins_text(pins) or 'none'}. The folder's weights are complete: load them as a "
-            "model, or resume from another "
-            "folder."
+            f"generation {marker.step}, which {place} names, is not in {directory} any more: it was unpinned. "
+            f"Generations pinned there: {pins_text(pins) or 'none'}. The folder's weights are complete: load them as a "
+            "model, or resume from another folder."
         )
     return marker
 

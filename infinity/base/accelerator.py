@@ -288,9 +288,8 @@ def resolve(device: torch.device | str | None) -> torch.device:
     resolved = current if device is None else torch.device(device)
     if resolved.type != current.type:
         raise ConfigError(
-            f"device {resolved}: this torch ({torch.__version__}) does not find this device, or "
-            "infinity cannot use it. Leave "
-            "device= out to use the GPU if there is one, or install a torch that supports the device."
+            f"device {resolved}: this torch ({torch.__version__}) does not find this device, or infinity cannot use "
+            "it. Leave device= out to use the GPU if there is one, or install a torch that supports the device."
         )
     return current if resolved.index is None else resolved
 

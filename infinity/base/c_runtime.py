@@ -102,9 +102,8 @@ def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
     library = next((each for each in map(_open, runtimes) if each is not None), None)
     if library is None:
         raise ConfigError(
-            f"{str(runtimes[0]).removesuffix(_DELETED)} was replaced by an upgrade after this "
-            "process had loaded it, and "
-            "its functions cannot be found any more. Start the process again."
+            f"{str(runtimes[0]).removesuffix(_DELETED)} was replaced by an upgrade after this process had loaded it, "
+            "and its functions cannot be found any more. Start the process again."
         )
     found = [ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value for name in names]
     return [address for address in found if address is not None]

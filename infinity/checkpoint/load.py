@@ -279,9 +279,9 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or (architectures and not remote and not known.intersection(architectures)):
         raise ModelError(
-            f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a "
-            f"causal one (such as "
-            "LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your own loop."
+            f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a causal "
+            "one (such as LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your "
+            "own loop."
         )
 
 
@@ -353,9 +353,8 @@ def on_meta(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint "
-            "complete, and does the config.json "
-            "belong to it?"
+            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and does the "
+            "config.json belong to it?"
         )
     remove_hook_from_submodules(model)  # accelerate's hook would look for missing parameters in the files
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):

@@ -101,10 +101,9 @@ def _require_there(pin: Pin, directory: Path) -> None:
     if not Path(pin.folder).is_dir():
         unpin = f"infinity checkpoint unpin {place_of(directory)}"
         raise PlanError(
-            "all pins are in use, and the folder of the oldest pin is gone, so that its generation "
-            f"cannot be copied to it: {pin}. "
-            f"Put the folder back, or unpin it: with `{unpin} --all-gone` while no process uses the store, or "
-            "with infinity.runtime.pins.unpin in this process. Nothing was written."
+            "all pins are in use, and the folder of the oldest pin is gone, so that its generation cannot be copied to "
+            f"it: {pin}. Put the folder back, or unpin it: with `{unpin} --all-gone` while no process uses the store, "
+            "or with infinity.runtime.pins.unpin in this process. Nothing was written."
         )
 
 
@@ -126,9 +125,8 @@ def _write(generation: StoredGeneration, pin: Pin, folder: Path, max_shard_size:
     if needed > free:
         raise PlanError(
             f"all pins are in use, and the generation of the oldest pin, {pin}, cannot be copied to its folder: the "
-            f"copy takes {format_bytes(needed)}, and the disk has {format_bytes(free)} free. Free "
-            "space there, remove or unpin "
-            "a checkpoint folder, or begin a run with a larger `pins`. Nothing was written."
+            f"copy takes {format_bytes(needed)}, and the disk has {format_bytes(free)} free. Free space there, remove "
+            "or unpin a checkpoint folder, or begin a run with a larger `pins`. Nothing was written."
         )
     logger.info(
         "all pins are in use: the generation of %s is copied to its folder and unpinned (%s)", pin, format_bytes(needed)

@@ -41,9 +41,8 @@ _STATE = ".quant_state.bitsandbytes__"
 _WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
 _ONLY_NF4 = "infinity reads only nf4 of bitsandbytes' 4-bit types."
 _IN_16_BITS = (
-    "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its "
-    "frozen weights are stored in 4 or "
-    "8 bits."
+    "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its frozen weights are stored "
+    "in 4 or 8 bits."
 )
 
 
@@ -308,9 +307,8 @@ class QuantizedFiles:
     def _require_nf4_map(self, weight: str) -> None:
         if not self._is_map(f"{weight}.quant_map", _native.NF4_MAP):
             raise ModelError(
-                f"{self._files[weight]}: the 4-bit codes of '{weight}' have other values "
-                "(quant_map) than those of NF4. "
-                f"{_IN_16_BITS}"
+                f"{self._files[weight]}: the 4-bit codes of '{weight}' have other values (quant_map) than those of "
+                f"NF4. {_IN_16_BITS}"
             )
 
     def _misfit(self, weight: str, part: str) -> ModelError:

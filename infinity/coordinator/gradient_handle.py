@@ -199,14 +199,12 @@ def _refusal(what: object) -> ReleasedParameterError:
     said = "a conversion (.float(), .double(), .to(), .cpu())" if converts else str(what)
     instead = " For its norm leave the conversion out: p.grad.norm()." if converts else ""
     return ReleasedParameterError(
-        f"{said} on the gradient of an offloaded parameter: the gradient is in host memory, not "
-        "in .grad. Between backward and "
-        "step, read or change its values in `with infinity.gathered(model, module, grads=True):`; to change weights "
-        "in the same context, as FGM does, give write=True, grads=True. Outside that context "
-        "only these work: p.grad.norm() "
-        "and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a number, and torch.amp.GradScaler. "
-        "To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose "
-        f"last_grad_norm has the norm.{instead}"
+        f"{said} on the gradient of an offloaded parameter: the gradient is in host memory, not in .grad. Between "
+        "backward and step, read or change its values in `with infinity.gathered(model, module, grads=True):`; to "
+        "change weights in the same context, as FGM does, give write=True, grads=True. Outside that context only these "
+        "work: p.grad.norm() and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a number, and "
+        "torch.amp.GradScaler. To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose last_grad_norm "
+        f"has the norm.{instead}"
     )
 
 

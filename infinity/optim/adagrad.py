@@ -66,9 +66,8 @@ class Adagrad(OffloadedOptimizer):
         super()._require_room(coordinator, group)
         if coordinator.plan.placement.form.moments == "int8":
             raise ConfigError(
-                "moments: int8 does not work with Adagrad: its sum grows in steps that 8 bits cannot "
-                "represent, so the sum would "
-                "stop growing. Set moments: bf16 or fp32."
+                "moments: int8 does not work with Adagrad: its sum grows in steps that 8 bits cannot represent, so the "
+                "sum would stop growing. Set moments: bf16 or fp32."
             )
 
     def check(self, group: Mapping[str, Any]) -> None:

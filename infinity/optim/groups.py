@@ -26,11 +26,10 @@ from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
 NO_STATES = (
-    "was frozen when the model was offloaded or its optimizer was made, so the store has no room for its "
-    "optimizer states, and cannot get room later. To unfreeze a parameter during the run, "
-    "leave requires_grad=True until "
-    "the optimizer of the other parameters is made, then set it to False; add_param_group takes the "
-    "parameter once it is unfrozen."
+    "was frozen when the model was offloaded or its optimizer was made, so the store has no room for its optimizer "
+    "states, and cannot get room later. To unfreeze a parameter during the run, leave requires_grad=True until the "
+    "optimizer of the other parameters is made, then set it to False; add_param_group takes the parameter once it is "
+    "unfrozen."
 )
 _FIXED = (bool, int, float, str, type(None))  # immutable types of hyperparameters
 

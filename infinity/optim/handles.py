@@ -65,9 +65,8 @@ def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, A
     found = [len(group["params"]) for group in groups]
     if found != list(sizes):
         raise ConfigError(
-            f"the state_dict is of an optimizer whose param groups have {_counts(found)} "
-            "parameters; the groups of this "
-            f"optimizer have {_counts(sizes)}. Make the same groups."
+            f"the state_dict is of an optimizer whose param groups have {_counts(found)} parameters; the groups of "
+            f"this optimizer have {_counts(sizes)}. Make the same groups."
         )
     return list(groups), states
 

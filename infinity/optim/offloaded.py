@@ -59,10 +59,9 @@ class _State(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key in STORED_AS:
             raise ReleasedParameterError(
-                f"optimizer.state[parameter]['{key}'] is in the store and cannot be set. To "
-                "reset a parameter's moments "
-                "and step, call optimizer.state[parameter].clear(); to reset those of all "
-                "parameters, optimizer.state.clear()."
+                f"optimizer.state[parameter]['{key}'] is in the store and cannot be set. To reset a parameter's "
+                "moments and step, call optimizer.state[parameter].clear(); to reset those of all parameters, "
+                "optimizer.state.clear()."
             )
         super().__setitem__(key, value)
 
@@ -457,10 +456,9 @@ class OffloadedOptimizer(GroupedOptimizer):
                 theirs = replace(theirs, run=mine.run)  # saved by the run from which this run was copied
             if key != "step" and theirs != mine:
                 raise ModelError(
-                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict "
-                    "only names states, which "
-                    "are in the store of the run that saved it. Restore the states from a checkpoint folder (Trainer's "
-                    "resume_from_checkpoint, for a model of InfinityConfig(..., resume=FOLDER) or under "
+                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict only names states, "
+                    "which are in the store of the run that saved it. Restore the states from a checkpoint folder "
+                    "(Trainer's resume_from_checkpoint, for a model of InfinityConfig(..., resume=FOLDER) or under "
                     "infinity run --resume FOLDER), with infinity.resume, or from a copy with "
                     "infinity.offload_from_checkpoint."
                 )

@@ -44,9 +44,8 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
     if len(factors) > 1:
         one, other = list(factors.values())[:2]
         raise ModelError(
-            f"the gradients of '{one}' and '{other}' have different loss scales: one was "
-            "unscaled, the other was not. Multiply "
-            "gradients that you set by hand by scaler.get_scale(), and do not call scaler.unscale_(): "
+            f"the gradients of '{one}' and '{other}' have different loss scales: one was unscaled, the other was not. "
+            "Multiply gradients that you set by hand by scaler.get_scale(), and do not call scaler.unscale_(): "
             "scaler.step() unscales all gradients, and max_grad_norm= of the optimizer clips them."
         )
     return LossScale(inverse * next(iter(factors), 1.0), bool(getattr(optimizer, "found_inf", False)))

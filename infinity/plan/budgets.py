@@ -209,9 +209,8 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
 
     if limits.slice_count and weights.tier == "device":
         raise PlanError(
-            "weights: device keeps all weights on every device, but with several ranks each "
-            "rank keeps only a slice. Set "
-            "weights: host or auto."
+            "weights: device keeps all weights on every device, but with several ranks each rank keeps only a slice. "
+            "Set weights: host or auto."
         )
     if weights.tier == "device" and limits.in_place and inputs.decoded:
         raise PlanError(

@@ -340,12 +340,11 @@ def _host_error(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlac
     measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
         f"memory.host is {format_bytes(inputs.limits.host)}{inputs.limits.for_each}{measured}, but the plan needs "
-        f"{format_bytes(needed)}: "
-        f"{format_bytes(gradients.host_bytes)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
+        f"{format_bytes(needed)}: {format_bytes(gradients.host_bytes)} for "
+        f"gradients{' on their way to NVMe' if gradients.spills else ''} and "
         f"{format_bytes(needed - gradients.host_bytes - inputs.secondary_bytes)} for states and staging kept "
-        f"there{kept}. The largest unit is "
-        f"'{largest.name}' with {format_bytes(largest.weight_bytes)} of weights. To fit, "
-        f"{' or '.join(advice)}."
+        f"there{kept}. The largest unit is '{largest.name}' with {format_bytes(largest.weight_bytes)} of weights. To "
+        f"fit, {' or '.join(advice)}."
     )
 
 
@@ -375,9 +374,8 @@ def _require_paths_for(config: SwapConfig, commit_every: int, *, on_nvme: bool) 
 def _activations(config: SwapConfig, can_recompute: bool) -> str:
     if config.activations == "recompute" and not can_recompute:
         raise ConfigError(
-            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use "
-            "torch.utils.checkpoint in "
-            "the model and set activations: keep."
+            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use torch.utils.checkpoint "
+            "in the model and set activations: keep."
         )
     if config.activations == "auto":
         return "recompute" if can_recompute else "keep"
