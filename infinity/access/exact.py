@@ -1,6 +1,6 @@
 """Exact values of parameters and of their moments.
 
-The exact value of a parameter is its master, where the master has more bits than the weight.
+The exact value of a parameter is its fp32 master if the master has more bits than the weight, and the weight otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def exact_bytes(coordinator: Coordinator, place: Place) -> int:
 
 
 def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
-    """Return a copy of a parameter's exact value in RAM, of the parameter's shape.
+    """Return a copy of a parameter's exact value: a tensor in RAM with the parameter's shape.
 
     The dtype is fp32 if the master has more bits than the weight, and the weight's dtype otherwise.
 
@@ -46,10 +46,10 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
 
 
 def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torch.Tensor:
-    """Return a copy of a moment after the last step, in RAM, of the parameter's shape.
+    """Return a copy of a parameter's moment after the last step: a tensor in RAM with the parameter's shape.
 
-    The dtype is fp32, even for moments that are kept in bf16 or int8. The moments of the parameter's full group are
-    read, because the moments of a group are encoded together.
+    The dtype is fp32, even for moments that are kept in bf16 or int8. The moments of a group are encoded together, so
+    the function reads the moments of the parameter's whole group.
 
     Raises:
         NotAvailableError: there are several ranks, and this rank has only a slice of the moment.

@@ -1,16 +1,16 @@
 """Copies of weights for reading and writing between steps.
 
 [Note: gathering]
-A gathered parameter is a copy outside of the unit's slot. So the unit may be evicted and fetched as usual. A model
-larger than the planned memory for weights can be gathered if the machine has enough memory for the copies. A changed
-copy reaches the states only if the caller requested that (write=True). In that case only parameters whose bits changed
-are written: the weights, and for each changed weight a master that equals the weight exactly. Weights that are restored
-before the next step get their old masters back (coordinator/written_masters.py). Moments do not change. The write goes
-to copies in the store that belong to no generation (tiers/destination.py). So existing generations stay complete, and
-the next commit has the new values.
+A gathered parameter has its values in a copy outside of the unit's slot. So the unit can be evicted and fetched as
+usual. A model larger than the planned memory for weights can be gathered if the machine has enough memory for the
+copies. Changes of a copy are written to the states only if the caller passed write=True. Only parameters whose bits
+changed are written. The master of each changed weight is set to exactly the new weight. If the script restores old
+weights before the next step, their old masters are restored, too (coordinator/written_masters.py). Moments do not
+change. The new values are written to places in the store that no generation uses (tiers/destination.py). So existing
+generations stay complete, and the next commit includes the new values.
 
-Several ranks enter and leave the context together, with the same values on all ranks. Each rank puts all new values
-into its slot, and writes its slice to the states.
+Several ranks enter and leave the context together, and must make the same changes. Each rank copies all new values to
+the unit's slot, and writes its own slice of the values to the states.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Named = Mapping[int, Sequence[str]]
 class Gathering:
     """Context of infinity.gathered. Ctrl-C is deferred while the context is entered or left.
 
-    So an interrupt finds either no copy or all copies, and after the context every parameter belongs to its unit again.
+    So an interrupt never leaves some parameters gathered and others not. After the context, every parameter shows the
+    values of its unit again.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class Gathering:
         Args:
             coordinator: coordinator of the model.
             wanted: parameters to gather.
-            saved: pair of saved-tensor hooks for computations in the context; None inside a forward, which has its own
-                pair.
+            saved: pair of saved-tensor hooks for computations in the context; None inside a forward, because the
+                forward has its own pair.
             write: whether changed values are written to the states at the end.
             grads: whether the gradients are gathered, too.
         """
@@ -89,7 +90,7 @@ class Gathering:
             _require_memory(coordinator, self._fresh, 0 if self._lent is None else self._lent.nbytes)
             self._undo.enter_context(coordinator.gathering(grads=self._lent is not None))
             if self._lent is not None:
-                # runs last, when all parameters have their original shapes again
+                # put_back runs last, when all parameters have their original shapes again
                 self._undo.callback(self._lent.put_back)
             for index, names in self._fresh.items():
                 unit = coordinator.units[index]
@@ -131,7 +132,9 @@ class Gathering:
 
 
 def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> dict[int, list[str]]:
-    """Return the parameters that no outer context has gathered. The other parameters keep the copy of that context.
+    """Return the parameters that no outer context has gathered.
+
+    A parameter that an outer context has gathered keeps the copy of the outer context.
 
     Raises:
         ModelError: with `write`, an outer context has gathered one of the parameters.
@@ -141,9 +144,9 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
         gathered = set(coordinator.units[index].gathered)
         if write and not gathered.isdisjoint(names):
             raise ModelError(
-                f"parameter '{min(gathered & set(names))}' is gathered already by an outer infinity.gathered, whose "
-                "copy would not see a change made here. Use one context with write=True, grads=True, or leave "
-                "the outer context first."
+                f"parameter '{min(gathered & set(names))}' is gathered already by an outer infinity.gathered. The copy "
+                "of the outer context would not get a change that is made here. Use one context with write=True, "
+                "grads=True, or leave the outer context first."
             )
         fresh[index] = [name for name in names if name not in gathered]
     return {index: names for index, names in fresh.items() if names}
@@ -155,7 +158,7 @@ def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> Non
     Args:
         coordinator: coordinator of the model.
         wanted: parameters to copy.
-        nbytes: bytes needed in addition.
+        nbytes: bytes of other copies that are made at the same time.
 
     Raises:
         PlanError: there is too little free memory.
@@ -192,7 +195,8 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
 
 
 def _write_back(coordinator: Coordinator, wanted: Named) -> None:
-    """Write all changed values, or none: every check that may raise an error runs before the first write."""
+    """Write the changed values. All checks run before the first write, so a failed check leaves every state
+    unchanged."""
     with interrupts_deferred(), coordinator.writing():
         _require_same_everywhere(coordinator, wanted)
         for index, names in wanted.items():
@@ -272,7 +276,7 @@ def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequenc
 
 
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """Check that no weights kept in 4 or 8 bits were changed, because such weights are encoded only once."""
+    """Check that no weights that are kept in 4 or 8 bits were changed, because such weights are encoded only once."""
     encoded = [name for name in names if unit.full.find(name)[0].codec is not None]
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
@@ -292,9 +296,9 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
     changed = _first_changed(coordinator, unit, frozen)
     if changed is not None:
         raise ModelError(
-            f"parameter '{changed}' of unit '{unit.name}' is frozen, and was changed in "
-            "infinity.gathered(..., write=True): the generations of this run share one copy of it. Change it before "
-            "the first step, or set commit_every: 0. Nothing was written."
+            f"parameter '{changed}' of unit '{unit.name}' is frozen, and was changed in infinity.gathered(..., "
+            "write=True): the generations of this run share one copy of the parameter. Change it before the first "
+            "step, or set commit_every: 0. Nothing was written."
         )
 
 
@@ -309,7 +313,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
     for index in sorted(touched):
         weights = unit.own_slice(index)
         if not weights.numel():
-            continue  # this rank has nothing of the group
+            continue  # this rank has no part of the group
         coordinator.write_parts(unit.weights_home.groups[index], {0: weights.cpu()})
         states = unit.states_of(index)
         if states is not None and states.residual is not None and fresh.get(index):
@@ -321,7 +325,8 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 def _residuals(
     coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Return the new residuals of this rank's pieces of changed parameters. The slot must still have the old weights.
+    """Return the new residuals of this rank's pieces of changed parameters. The slot must still contain the old
+    weights.
 
     Returns:
         The residuals, uint8, by group index and by byte offset in the residual of the group.

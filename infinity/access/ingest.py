@@ -1,6 +1,6 @@
-"""Filling of homes with values from outside: weights unit by unit, and moments in chunks.
+"""Filling of a new model's homes: weights are written unit by unit, and moments in chunks.
 
-At most one tensor of the weights is in memory twice. Moments are converted to the form that the config sets.
+At any time, at most one weight tensor is in memory twice. Moments are converted to the form that the config sets.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _MOMENTS_NUMEL = 4 * _native.CHUNK_NUMEL
 
 
 def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[[str], bool]) -> None:
-    """Move every parameter to its home and leave placeholders.
+    """Move every parameter's values to their home, and leave placeholders in the model.
 
     Args:
         coordinator: coordinator of the model.
-        source: function that returns values by name; None: the values come from the parameters themselves, whose memory
-            is freed unit by unit.
-        in_memory: function that returns whether the value of a parameter was made in memory, and not read from a file.
+        source: function that returns a parameter's values by the parameter's name. None: the values are taken from the
+            parameters themselves, and the memory of the parameters is freed unit by unit.
+        in_memory: function that returns whether a parameter's values were made in memory, and not read from a file.
 
     Raises:
         SwapIOError: the device failed.
@@ -62,9 +62,9 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
 class _Writes:
     """Writes of units to the store, while the next units are read and encoded.
 
-    Life cycle: lease() → start(), repeatedly; leaving the `with` block waits for all writes. The memory of a unit is
-    given back once all writes from this memory are finished. After a timeout the memory is never given back, because
-    the disk may still read from it.
+    Life cycle: lease() → start(), repeatedly; leaving the `with` block waits for all writes. The lease of a unit is
+    released once all writes from the lease are finished. After a timeout the lease is never released, because the disk
+    may still read from its memory.
     """
 
     def __init__(self, arena: PinnedArena) -> None:
@@ -120,7 +120,7 @@ class _Writes:
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
     weights = unit.weights_home
     if not weights.nbytes:
-        return  # this rank has nothing of the unit
+        return  # this rank has no part of the unit
     if weights.lease is not None:
         _fill(coordinator, unit, weights.lease, source)
         return
@@ -142,7 +142,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
         for spec in group.specs:
             piece = unit.shard.piece(spec, index)
             if piece is None and spec.numel:
-                continue  # this rank has nothing of the parameter
+                continue  # this rank has no part of the parameter
             value = _value_of(unit, spec, source)
             if piece is None:
                 continue
@@ -155,7 +155,8 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
 def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
 ) -> None:
-    """Fill the home of an encoded group: copy bytes that already have the codec, and encode all other values."""
+    """Fill the home of an encoded group. Values that the file has in the group's codec are copied; others are
+    encoded."""
     group, home = unit.full.groups[index], unit.weights_home.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
@@ -167,7 +168,7 @@ def _fill_encoded(
             continue
         _, spec = unit.full.find(name)
         value = _value_of(unit, spec, source)
-        if value.dtype != group.dtype:  # so that the encoded bits equal those from a model in this dtype
+        if value.dtype != group.dtype:  # so that the encoded bits equal the bits of a model in this dtype
             rounded = torch.empty(value.numel(), dtype=group.dtype)
             _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
             value = rounded
@@ -188,7 +189,8 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
     value = value.cpu().contiguous().reshape(-1)
     if source is not None:
         read_ahead(value)
-    # Files are memory-mapped. After a header of odd length, values are at unaligned addresses, which the core refuses.
+    # Files are memory-mapped. After a header of odd length, values are at unaligned addresses. The native core refuses
+    # unaligned addresses.
     return value.clone() if value.data_ptr() % value.element_size() else value
 
 
@@ -216,7 +218,7 @@ def _place(
 
 
 def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
-    """Return the residual of weights with these values, uint8: the low half of split16, or the fp32 master."""
+    """Return the residual (uint8) of weights with these values: the low half of split16, or the fp32 master."""
     if master != "split16":
         return values.float().view(torch.uint8)
     high, rest = torch.empty(values.numel(), dtype=torch.int16), torch.empty(values.numel(), dtype=torch.int16)
@@ -246,7 +248,8 @@ class GivenMoment:
 
 
 MomentSource = Callable[[str, Moment], GivenMoment | None]
-"""Function that returns a moment of a parameter by name; None for a moment that has not begun."""
+"""Function that returns a moment of a parameter, by the parameter's name. It returns None if no step has made the
+moment."""
 
 
 def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
@@ -274,8 +277,8 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
                 ]
                 if given and home is None:
                     raise ModelError(
-                        f"the copy has {state} of '{given[0].spec.name}', but this model was offloaded without room "
-                        "for it. Give the optimizer of the run as optimizer=."
+                        f"the run has {state} of '{given[0].spec.name}', but this model was offloaded without room "
+                        "for this state. Give the optimizer of the run as optimizer=."
                     )
                 if given and home is not None:
                     _fill_moment(coordinator, group, state, home, given)

@@ -1,10 +1,11 @@
 """Gradients as tensors between backward and step, for reading and for changing.
 
 [Note: changed gradients]
-In the context, `.grad` is a copy in the parameter's dtype instead of a handle. At the end of the context, a changed
-copy replaces the gradient, like a gradient that is set by hand: the sum of squares is computed again, and an update
-that began with the old gradient is undone. An unchanged gradient keeps the fp32 precision of its accumulation. A write
-through `.grad.data` does not change the version, so a copy with an unchanged version is compared with the gradient.
+Inside infinity.gathered(..., grads=True), `.grad` is a copy in the parameter's dtype instead of a handle. At the end of
+the context, a changed copy replaces the gradient. The sum of squares is then computed again, and an update that began
+with the old gradient is undone. If the copy is unchanged, the gradient keeps the fp32 precision in which it was
+accumulated. A write through `.grad.data` does not change the tensor's version number. Therefore a copy with an
+unchanged version number is compared with the gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Loan:
         place: place of the parameter.
         handle: handle of the gradient.
         copy: copy of the gradient.
-        version: version of the copy when it was made.
+        version: version number of the copy when the copy was made.
     """
 
     parameter: nn.Parameter
@@ -42,7 +43,7 @@ class _Loan:
 
 
 class LentGradients:
-    """Copies of the gradients of some parameters. Gradients that an outer context has lent are left to that context.
+    """Copies of the gradients of some parameters, except gradients that an outer context has copied already.
 
     Args:
         coordinator: coordinator of the model.
@@ -86,7 +87,8 @@ class LentGradients:
 
     @uninterruptible
     def take_back(self) -> None:
-        """Make changed copies the gradients of the step. Raises the errors of Coordinator.set_gradient."""
+        """Set the gradient of each changed copy to the values of the copy. Raises the errors of
+        Coordinator.set_gradient."""
         for loan in self._loans:
             now = loan.parameter.grad
             if now is None:
@@ -103,7 +105,7 @@ class LentGradients:
         self._loans.clear()
 
     def put_back(self) -> None:
-        """Restore the handles of copies that were not taken back.
+        """Set `.grad` of each parameter to its handle again, if `take_back` has not done so.
 
         If a gradient was dropped inside the context (zero_grad), set `.grad` to None.
         """

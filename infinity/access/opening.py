@@ -45,7 +45,7 @@ def open_coordinator(
     Args:
         model: the model.
         terms: terms of the run.
-        fill: function that brings the values to their homes (`from_source`; resuming.py: `from_generation`).
+        fill: function that writes the values to their homes (`from_source`; resuming.py: `from_generation`).
 
     Returns:
         The coordinator, and the units and parameters that were found.
@@ -88,7 +88,7 @@ def _open(
     config, resumes = terms.config, terms.resumes
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
-        gc.collect()  # reference cycles may keep a closed model and its memory
+        gc.collect()  # reference cycles may keep a closed model and its memory alive
     if not plan.placement.accumulates and any(
         group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
     ):
@@ -146,8 +146,9 @@ def plan_for(
 def pins_in_store(model: nn.Module, terms: Terms) -> int:
     """Return the number of generations that can be pinned in the store of a run to be resumed. All ranks call this.
 
-    The number follows from the size of the store; several ranks take the largest of their numbers. If no number of pins
-    explains the size, return the config's number: opening the store will then report the mismatch.
+    The number is computed from the size of the store. Several ranks take the largest of their numbers. If no number of
+    pins matches the store's size, return the config's number. The error about the wrong size is raised later, when the
+    store is opened.
 
     Raises:
         PlanError, ConfigError, ModelError: the errors of open_coordinator.
@@ -169,7 +170,7 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
         pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
         mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
         told: list[int] = tell("reading how many pins the store has room for", mine)
-    return max(told)  # a rank without slices cannot derive the number
+    return max(told)  # a rank without slices cannot compute the number
 
 
 def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:

@@ -1,4 +1,4 @@
-"""Pins of one offloaded model: the generations that checkpoint folders keep.
+"""Pins of one offloaded model: each pin keeps a generation in the store for a checkpoint folder.
 
 Operations that change pins take the lock. Ctrl-C is deferred until `pin`, `unpin` or `mark_portable` ends. For several
 ranks see [Note: a checkpoint folder of several ranks] in io/pins.py.
@@ -53,7 +53,7 @@ def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path |
     except PeerError:
         raise
     except Exception:  # some ranks may have the new pin, others the old one: neither is valid
-        with suppress(InfinityError):  # a pin left here is removed when the ranks compare their pins
+        with suppress(InfinityError):  # a pin that remains is removed when the ranks compare their pins
             world.each(f"unpinning {folder}", lambda: kept.unpin(folder))
         raise
     world.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
@@ -62,7 +62,7 @@ def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path |
 
 
 def agree(coordinator: Coordinator) -> None:
-    """Remove on all ranks the pins that any rank has removed. All ranks call this.
+    """Remove a pin on all ranks if any rank has removed the pin. All ranks call this.
 
     Raises:
         SwapIOError: a pin cannot be removed.
@@ -100,8 +100,8 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
     """Return the steps of the pinned generations by folder, oldest pin first.
 
-    This function takes no lock, because any thread that removes a folder calls it, even a finalizer while another
-    thread waits for other ranks.
+    The function takes no lock, because every thread that removes a folder calls the function. Such a thread may run a
+    finalizer while another thread holds the lock and waits for other ranks.
     """
     kept = coordinator.generations
     return {} if kept is None else kept.pins
@@ -155,7 +155,7 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     if marker.ranks != ranks:
         raise ResumeError(
             f"{place} was written by a run of {ranks_text(marker.ranks)}, and this run has {ranks_text(ranks)}. Resume "
-            f"from it with {ranks_text(marker.ranks)}; or start a new run that loads its weights as a model."
+            f"from it with {ranks_text(marker.ranks)}; or start a new run that loads the folder as a model."
         )
     directory = rank_path((paths[0] if paths else Path(marker.directories[0])).expanduser().absolute(), rank, ranks)
     header = header_in(directory).header

@@ -1,4 +1,4 @@
-"""Resuming of a run: a model is filled with the newest generation that is complete on all ranks."""
+"""Resuming of a run: fill a model with the newest generation that is complete on all ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 
 
 def continue_from(coordinator: Coordinator, manifest: Manifest) -> Body:
-    """Continue from a generation whose states the model has: restore the generation's step and random number states.
+    """Continue from a generation whose states the model already has: restore its step and its random number states.
 
     Returns:
         The body of the generation.

@@ -32,7 +32,7 @@ class ReplayedStep:
 
 
 def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedStep:
-    """Do the transfers of a step with `micro_batches` forward and backward passes.
+    """Do all reads and writes of a step with `micro_batches` forward and backward passes.
 
     Raises:
         SwapIOError: the device failed; the model refuses further calls, as after a failed step.

@@ -79,22 +79,24 @@ class Coordinator(ParameterLender):
     """One offloaded model: its parts, opened in the order of their dependencies.
 
     Every public method may be called from any thread. Signals such as Ctrl-C are deferred until the method ends
-    (base/interrupt.py). The exception is the section "states, for use-cases": callers of these methods hold the lock
-    (`locked`, `gathering`), or have exclusive use of the model, for example while the model is being opened.
+    (base/interrupt.py). The methods in the section "states, for use-cases" are an exception: their callers hold the
+    lock (`locked`, `gathering`), or have exclusive use of the model, for example while the model is being opened.
 
     Attributes:
         units: the units, in the order of their indices.
         steps: number of completed optimizer steps.
         rewritten: names of parameters whose values were changed, other than by a step, after the model was filled.
-        saved_wide: names of parameters that the script had in fp32; their masters are saved instead of their weights.
-        saved_from: for frozen parameters that the script had in fp32, functions that return the values to save.
-        masters: masters of weights that were written to since the last step.
-        keeps_room: whether frozen parameters keep the room for their optimizer states, so that they can be unfrozen
-            later.
-        copied_from: run and step from whose states this run began; None if this run did not begin from another run.
+        saved_wide: names of parameters that the script had in fp32. For these parameters, save_pretrained writes the
+            masters instead of the weights.
+        saved_from: for frozen parameters that the script had in fp32, functions that return the values for
+            save_pretrained.
+        masters: old masters of the weights that the script changed since the last step.
+        keeps_room: whether frozen parameters keep space for their optimizer states, so that these parameters can be
+            unfrozen later.
+        copied_from: if this run began with the states of another run, the other run's id and its step; otherwise None.
         readers: threads and contexts that may read parameters now.
         staying: indices of the units that stay on the device while the model runs.
-        unit_at: see Fetcher.unit_at.
+        unit_at: function that returns the unit whose slot is in a given storage (Fetcher.unit_at).
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class Coordinator(ParameterLender):
         self.timeline = Timeline()
         self.world = resources.world
         self.health = Health(self.world)
-        self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)  # a disk or a rank is cut off
+        # these errors mean that a disk or a rank no longer answers
+        self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)
         self.readers = Readers()
         self.optimizers = optimizers
         self.commits = commits
@@ -175,23 +178,23 @@ class Coordinator(ParameterLender):
         return self.readers.passing
 
     def give_masters(self, names: Iterable[str]) -> None:
-        """See WrittenMasters.give."""
+        """Mark parameters as set by load_state_dict (WrittenMasters.give)."""
         self.masters.give(names)
 
     def supersede(self) -> None:
-        """See Health.supersede."""
+        """Record that the model is being offloaded again (Health.supersede)."""
         self.health.supersede()
 
     def watch_readers(self, end_if_dead: Callable[[], None]) -> None:
-        """See Readers.watch."""
+        """Register a function that ends interrupted calls of another kind (Readers.watch)."""
         self.readers.watch(end_if_dead)
 
     def require_open(self) -> None:
-        """See Health.require_open."""
+        """Check that the model is not closed (Health.require_open)."""
         self.health.require_open()
 
     def fail(self, error: InfinityError) -> None:
-        """See Health.fail."""
+        """Record a failure, after which every call raises an error (Health.fail)."""
         self.health.fail(error)
 
     def native_logs(self) -> tuple[_native.IOEngine, _native.UpdatePipeline]:
@@ -199,7 +202,7 @@ class Coordinator(ParameterLender):
         return self.resources.engine, self.resources.pipeline
 
     def extents(self) -> Iterator[Extent]:
-        """See Resources.extents."""
+        """Return the extents of all states in the store (Resources.extents)."""
         return self.resources.extents()
 
     def counters(self) -> Counters:
@@ -216,11 +219,11 @@ class Coordinator(ParameterLender):
         )
 
     def keep_room(self) -> None:
-        """Keep room for the optimizer states of parameters that will be frozen, so that they can be unfrozen later."""
+        """Keep space for the optimizer states of parameters that will be frozen, so that they can be unfrozen later."""
         self.keeps_room = True
 
     def why_not_reoffload(self) -> str:
-        """Return why the model cannot be offloaded again without a loss; "" if it can be offloaded again."""
+        """Return why the model cannot be offloaded again without losing values; "" if it can be offloaded again."""
         with self._lock:
             if self.health.closed:
                 return "it was closed"
@@ -235,7 +238,7 @@ class Coordinator(ParameterLender):
             return ""
 
     def save_wide(self, names: Iterable[str], frozen: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        """Save the masters of these parameters, which the script had in fp32.
+        """Make save_pretrained write the masters of these parameters, which the script had in fp32.
 
         Args:
             names: names of the parameters.
@@ -271,7 +274,7 @@ class Coordinator(ParameterLender):
         """
         with self._lock:
             self.health.require_open()
-            self.units[place.unit.index].apply_update()  # the update reads the gradients that are brought to RAM here
+            self.units[place.unit.index].apply_update()  # the update reads the gradients that are copied to RAM here
             return self.gradients.value(place)
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -279,7 +282,7 @@ class Coordinator(ParameterLender):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Return a context that holds the lock, for callers that change several things."""
+        """Return a context that holds the lock, for callers that make several changes."""
         with self._lock:
             yield
 
@@ -293,7 +296,7 @@ class Coordinator(ParameterLender):
             PeerError: another rank failed.
         """
         self.health.require_usable()
-        with self._lock, self.health.failing(SwapIOError):  # other threads change the updates under way
+        with self._lock, self.health.failing(SwapIOError):  # other threads change the list of updates under way
             self.update_queue.require_well()
 
     def _close_if_nobody_reads(self) -> None:
@@ -315,12 +318,12 @@ class Coordinator(ParameterLender):
     def begin_step(self, facts: Mapping[str, object], skip: str) -> str:
         """Prepare for a step, and agree on the step with the other ranks.
 
-        On return, all gradients have landed and no update, commit or fetch is under way, except speculative updates. It
-        is then certain that no parameter was changed outside infinity. All ranks know which gradients exist on any
-        rank.
+        On return, all gradients have landed and no update, commit or fetch is under way, except speculative updates.
+        The method checks that no parameter was changed outside infinity. Every rank then knows which parameters have a
+        gradient on any rank.
 
         Args:
-            facts: JSON values that must be the same on all ranks, by a name for messages.
+            facts: JSON values that must be the same on all ranks. The keys name the values in error messages.
             skip: reason why this rank wants the step to change nothing; "" without a reason.
 
         Returns:
@@ -422,7 +425,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def end_step(self) -> None:
-        """End a step whose updates are under way. If updates do not overlap with the loop, wait for all of them.
+        """End a step whose updates are under way. With `overlap: off`, wait for all updates.
 
         Raises:
             SwapIOError: an update failed; the states are partly updated, and every later call raises.
@@ -444,7 +447,7 @@ class Coordinator(ParameterLender):
 
         Args:
             step: number of completed steps.
-            run: run that the states come from; "" for this run.
+            run: id of the run that made the states; "" for this run.
         """
         self.steps = step
         self.copied_from = (run, step) if run else self.copied_from
@@ -457,13 +460,14 @@ class Coordinator(ParameterLender):
     def begin_root_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
         """Begin a forward of the outermost module.
 
-        Before a training forward, the body of the last step's commit is frozen. Raises the errors of `require_usable`,
+        Before a training forward, the values of the tracked objects are recorded for the last step's commit, if the
+        training loop is known to be at the beginning of an iteration. Raises the errors of `require_usable`,
         `Fetcher.require_untouched` and `finish_commit`.
 
         Args:
             training: whether the forward is a training forward; otherwise it is an evaluation.
-            graph: function that returns an object while the tensors that the forward saves for backward are kept, and
-                None afterwards.
+            graph: function that returns None once the tensors that the forward saved for backward are freed, and an
+                object before.
         """
         self.require_usable()
         self.readers.forget_dead_others()
@@ -508,13 +512,13 @@ class Coordinator(ParameterLender):
 
     @transition
     def forget_uses(self) -> None:
-        """Forget the uses and holds of a forward or backward that an exception ended."""
+        """Stop keeping units for a forward or backward that an exception ended."""
         self.fetcher.forget_uses()
         self.passes.interrupted()
 
     @transition
     def begin_reading(self, end_if_dead: Callable[[], None]) -> None:
-        """Allow reads of parameters, since a forward begins. The argument is that of Readers.begin_reading."""
+        """Allow reads of parameters, because a forward begins. For the argument see Readers.begin_reading."""
         self.readers.begin_reading(end_if_dead)
 
     @transition
@@ -524,7 +528,8 @@ class Coordinator(ParameterLender):
 
     @transition
     def module_call_ended(self) -> None:
-        """Close all parameters after a call of a module, if nothing may read them any more.
+        """Forbid reads of all parameters after a call of a module, unless a pass or a context may still read
+        parameters.
 
         The module may have been called outside any forward.
         """
@@ -534,8 +539,8 @@ class Coordinator(ParameterLender):
     def forget_dead(self) -> None:
         """End the calls that an exception interrupted before they could end themselves.
 
-        This method is called before gathering, before a step and before the model is closed: no forward may be in
-        progress then.
+        This method is called before gathering, before a step and before the model is closed. No forward may be in
+        progress when it is called.
         """
         self.readers.forget_dead()
 
@@ -543,11 +548,12 @@ class Coordinator(ParameterLender):
 
     @transition
     def begin_backward(self, *, spanning: int = 0) -> None:
-        """Begin an outermost backward pass, which is about to bring its first gradient.
+        """Begin an outermost backward pass. The caller calls this method just before the pass produces its first
+        gradient.
 
         Args:
-            spanning: number of micro-batches that go through each unit before the next unit (`micro_batch_passed`),
-                when several passes of autograd are treated as one. 0: an ordinary pass.
+            spanning: number of micro-batches, if all micro-batches go through a unit before the next unit
+                (`micro_batch_passed`). Several passes of autograd then count as one spanning pass. 0: an ordinary pass.
         """
         self.readers.backward_begins()
         self.gradients.drop_cleared(self.places)
@@ -559,7 +565,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def begin_units_backward(self, indices: Sequence[int]) -> None:
-        """Begin the backward of these units: fetch and keep the units until the backward of other units begins."""
+        """Fetch units for their backward, and keep the units until the backward of other units begins."""
         self.readers.backward_begins()
         self.pump.advance()
         left = self.fetcher.hold(indices)
@@ -581,7 +587,7 @@ class Coordinator(ParameterLender):
             if unit.weights.residency is not Residency.RESIDENT:
                 self._require_absent(unit)
             slot = unit.weights.require_slot()
-            slot.wait()  # the current stream may differ from the stream that the unit was brought for
+            slot.wait()  # the current stream may differ from the stream for which the unit was fetched
             return slot.tensor.view(-1)
 
     @transition
@@ -594,14 +600,14 @@ class Coordinator(ParameterLender):
 
         Raises:
             InfinityError: the model is closed.
-            NotAvailableError: there are several ranks, and the other ranks would not know of the gradient.
+            NotAvailableError: there are several ranks, and the other ranks would not know about the gradient.
         """
         self.gradients.require_settable(place)
         self._set_by_hand(place)
         self._land(place, gradient, accumulate=accumulate)
 
     def _set_by_hand(self, place: Place) -> None:
-        """Undo speculation that used a gradient which is now set, changed or cleared by hand."""
+        """Undo speculation that used this gradient, because the gradient is now set, changed or cleared by hand."""
         if self.units[place.unit.index].speculative is not None:
             self._undo_speculation("a gradient was set, changed or cleared by hand")
 
@@ -620,9 +626,9 @@ class Coordinator(ParameterLender):
     ) -> None:
         """Land a piece of a parameter's gradient that comes from backward, and set the parameter's `.grad` to `handle`.
 
-        After the last piece that a unit expects in an ordinary pass, the unit's gradients are probably complete.
-        Complete gradients are sent from the device, and the unit's update may begin once its gradients are complete on
-        all ranks. Raises the errors of GroupGradients.land.
+        In an ordinary pass, the unit's gradients count as complete after as many pieces as in the pass before. Complete
+        gradients are sent from the device. The unit's update may begin once its gradients are complete on all ranks.
+        Raises the errors of GroupGradients.land.
         """
         index = place.unit.index
         self._land(place, gradient, accumulate=accumulate)
@@ -644,7 +650,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def micro_batch_passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
-        """End the backward of a micro-batch through these units, in a spanning pass.
+        """End the backward of one micro-batch through these units, in a spanning pass (see begin_backward).
 
         Args:
             indices: units that the micro-batch has passed.
@@ -718,33 +724,33 @@ class Coordinator(ParameterLender):
     # -- optimizers and commits ---------------------------------------------------------------------------------------
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> int:
-        """See infinity.track."""
+        """Keep the state of these objects in every generation (infinity.track)."""
         drawn = rng.snapshot()
         resumed = self.commits.resumed
         self.commits.track(objects, named)
         self.restore_hyperparameters()
-        # Making and loading states may draw random numbers; tracking and resuming must not change a run's numbers.
+        # The methods of tracked objects may draw random numbers. Tracking and resuming must not change a run's numbers.
         rng.restore(drawn if resumed is None else resumed.body.rng)
         return self.steps
 
     @transition
     def enter(self, optimizer: CoordinatedOptimizer) -> None:
-        """See Optimizers.enter."""
+        """Register an optimizer, so that every commit keeps its state (Optimizers.enter)."""
         self.optimizers.enter(optimizer, self.commits.resumed)
 
     @transition
     def restore_hyperparameters(self) -> None:
-        """Restore the hyperparameters of a resumed run, such as learning rates, once more."""
+        """Restore the hyperparameters of a resumed run again, for example learning rates."""
         self.optimizers.restore_hyperparameters(self.commits.resumed, again=True)
 
     @transition
     def require_disjoint(self, optimizer: object, names: set[str]) -> None:
-        """See Optimizers.require_disjoint."""
+        """Check that no other optimizer has some of these parameters (Optimizers.require_disjoint)."""
         self.optimizers.require_disjoint(optimizer, names)
 
     @transition
     def require_entered(self, optimizer: object) -> None:
-        """See Optimizers.require_entered."""
+        """Check that no other optimizer has replaced this one (Optimizers.require_entered)."""
         self.optimizers.require_entered(optimizer)
 
     @transition
@@ -783,7 +789,7 @@ class Coordinator(ParameterLender):
 
         Args:
             buffers: the buffers, by name.
-            fresh: whether the run is new; otherwise the buffers come from a generation, and nothing is done.
+            fresh: whether the run is new. If not, the buffers come from a generation, and this method does nothing.
         """
         if fresh:
             broadcast = open_broadcast(self.world)
@@ -810,15 +816,15 @@ class Coordinator(ParameterLender):
 
     def _wait_until_idle(self) -> None:
         self.pump.finish_updates()
-        self._speculative_updates.drop()  # speculative updates write to copies that others may write to now
+        self._speculative_updates.drop()  # speculative updates write to places that a commit may write to
         self.update_queue.ahead.drop(but=())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Return a context in which states may be written to their destinations. All ranks call this.
 
-        A commit under way is finished before the context if the loop has been at its top since the step. A commit whose
-        loop has not been at its top is withdrawn, and begun again after the context. Raises the errors of
+        If the training loop has reached the beginning of an iteration since the step, a commit under way is finished
+        before the context. Otherwise the commit is withdrawn, and begun again after the context. Raises the errors of
         finish_commit.
         """
         self.require_usable()
@@ -827,7 +833,7 @@ class Coordinator(ParameterLender):
             with self.pump.committing():
                 self.commits.write_begins()
             gave_way = self.pump.make_way()
-            self.commits.agree("writing weights", self.steps + 1)  # the writes reuse copies of older generations
+            self.commits.agree("writing weights", self.steps + 1)  # the writes reuse places of older generations
             try:
                 yield
             finally:
@@ -839,14 +845,14 @@ class Coordinator(ParameterLender):
         """Check that no script changed a parameter outside infinity, if nothing may read parameters now.
 
         Raises the errors of Fetcher.require_untouched. During a pass and in infinity.gathered, nothing is checked,
-        because parameters have values then, which the script may change.
+        because the script may then change the values of parameters.
         """
         if self.readers.nobody:
             self.fetcher.require_untouched()
 
     @transition
     def set_to_itself(self, place: Place) -> None:
-        """Account for torch setting a parameter to itself (ParameterViews.set_to_itself)."""
+        """Record that torch has set a parameter to itself (ParameterViews.set_to_itself)."""
         self.units[place.unit.index].views.set_to_itself(place.spec.name)
 
     # -- reading parameters -------------------------------------------------------------------------------------------
@@ -863,7 +869,8 @@ class Coordinator(ParameterLender):
 
     @transition
     def _take(self, indices: Iterable[int], taken: list[int]) -> None:
-        """Begin to use units. Append the index of each unit in use to `taken`, even if an error follows."""
+        """Begin to use units. The index of each unit that is now in use is appended to `taken`, even if a later unit
+        raises an error."""
         for index in indices:
             self.begin_use(index)
             taken.append(index)
@@ -876,7 +883,7 @@ class Coordinator(ParameterLender):
 
     @contextmanager
     def gathering(self, *, grads: bool = False) -> Iterator[None]:
-        """See Readers.gathering."""
+        """Return a context in which parameters of every unit may be read (Readers.gathering)."""
         try:
             with self.readers.gathering(grads=grads):
                 yield
@@ -885,8 +892,7 @@ class Coordinator(ParameterLender):
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
-        """Return a context in which released parameters have their values (units/released_parameters.py:
-        ParameterLender)."""
+        """Return a context in which these parameters have their values (released_parameters.py: ParameterLender)."""
         indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
         if not self.readers.may_read:
             raise ReleasedParameterError(
@@ -906,7 +912,8 @@ class Coordinator(ParameterLender):
 
     @property
     def arena(self) -> PinnedArena:
-        """Arena whose free memory the units pass through while the model is filled, before the first fetch."""
+        """Arena of the model. While the model is filled, before the first fetch, the units pass through its free
+        memory."""
         return self.resources.arena
 
     def idle_memory(self) -> memoryview:
@@ -925,7 +932,7 @@ class Coordinator(ParameterLender):
         return [] if store is None else [directory.path for directory in store.directories]
 
     def facts(self) -> dict[str, Any]:
-        """See commits.facts_of."""
+        """Return the facts about the states that must be equal in a run that resumes them (commits.facts_of)."""
         return facts_of(self.resources)
 
     def adopt(self) -> None:
@@ -938,16 +945,16 @@ class Coordinator(ParameterLender):
         self.fetcher.adopt()
 
     def resume(self, step: int, run: str, body: Body) -> None:
-        """Continue a run from one of its generations, whose states the model has already."""
+        """Continue a run from one of its generations. The model already has the states of the generation."""
         self.at_step(step, run)
         self.commits.resume(step, body)
 
     def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
-        """See state_parts.read_part."""
+        """Return a range of bytes of a state at home (state_parts.read_part)."""
         return state_parts.read_part(self.resources, home, begin, nbytes)
 
     def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
-        """See state_parts.write_parts."""
+        """Write ranges of bytes to a state at home (state_parts.write_parts)."""
         state_parts.write_parts(self.resources, home, new)
 
     def write_home(
@@ -957,21 +964,21 @@ class Coordinator(ParameterLender):
         return self.resources.require_store().write(home.stored(), data, at=at, io_class=io_class)
 
     def encode(self, name: str, values: torch.Tensor, codec: Codec, into: memoryview) -> None:
-        """See codec.encode."""
+        """Encode the values of a frozen parameter (codec.encode)."""
         encode(name, values, codec, into, self.resources.pool)
 
     def synchronize_uploads(self) -> None:
-        """See Resources.synchronize_uploads."""
+        """Wait for the uploads in flight (Resources.synchronize_uploads)."""
         self.resources.synchronize_uploads()
 
     def residual_after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """See WrittenMasters.after_write."""
+        """Return the residual of changed weights (WrittenMasters.after_write)."""
         return self.masters.after_write(name, old, new, residual, given)
 
     def write_ended(self) -> None:
-        """See WrittenMasters.written."""
+        """Forget which parameters load_state_dict set, after a write (WrittenMasters.written)."""
         self.masters.written()
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -982,17 +989,18 @@ class Coordinator(ParameterLender):
 
         Idempotent; does nothing in a forked child.
 
-        While an exception propagates, states are committed only if the loop is known to be at its top. A loop that
-        stopped between its optimizer and its scheduler would make a generation that no uninterrupted run has.
+        If an exception ends the program, states are committed only if the training loop is known to be at the beginning
+        of an iteration. Otherwise a loop that stopped between optimizer.step() and scheduler.step() would commit a
+        state that no uninterrupted run reaches.
 
         Args:
             discard: commit nothing, and remove the generations, too. Several ranks remove their generations only after
-                all of them have made this call.
+                every rank has called this method.
             broken: whether an exception ended the program.
 
         Raises:
             InfinityError: the last generation could not be made. All resources are released nevertheless.
-            PeerError: with `discard`, another rank does not make this call, so the generations stay.
+            PeerError: with `discard`, another rank does not call this method; the generations are not removed.
         """
         if self.health.closed or in_forked_child():
             return
@@ -1002,7 +1010,7 @@ class Coordinator(ParameterLender):
         self.readers.forget_dead()
         alone = self._missing_rank() if discard else None
         if alone is not None:
-            logger.warning("the generations stay in the swap directory, because not all ranks remove theirs: %s", alone)
+            logger.warning("the generations stay in the swap directory, because not all ranks remove them: %s", alone)
         failed = self.health.failure is not None
         with self._lock:
             self.health.close()

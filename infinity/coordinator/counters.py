@@ -18,7 +18,7 @@ class Counters:
         updates: counters of the update pipeline.
         stalled_ns: time that the training loop waited, by cause.
         idle_s: time that the device was idle while the loop waited, in seconds.
-        speculation: counts of the updates that began before their step was decided, and of the others.
+        speculation: numbers of speculative updates and of other updates (units/speculation_choice.py: Counts).
         committed: step of the newest durable generation; None without a durable generation.
         arena_bytes: bytes of pinned RAM.
         engine: name of the I/O engine.

@@ -1,9 +1,9 @@
 """The object in `parameter.grad` for a gradient that is in host memory.
 
 [Note: loss scaling]
-Gradients of a scaled loss land scaled, and stay scaled. The update multiplies the gradients by the inverse scale in
-fp32, together with the clip factor. So unscaling needs no separate pass over the gradients. torch.amp.GradScaler passes
-its scale to the optimizer in one of two ways:
+Gradients of a scaled loss land scaled, and are not unscaled in host memory. The update multiplies the gradients by the
+inverse scale in fp32, together with the clip factor. So unscaling needs no separate pass over the gradients.
+torch.amp.GradScaler passes its scale to the optimizer in one of two ways:
 
     scaler.step(optim)       checks the gradients, then calls optim.step() with `optim.grad_scale` and `.found_inf` set
     scaler.unscale_(optim)   before step(): checks the gradients, multiplies them by the inverse; `grad_scale` is None
@@ -20,8 +20,9 @@ change. A clip factor belongs to one parameter, and a step with a factor other t
 
 [Note: reductions]
 Values that code logs about gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) are computed from a
-copy of one gradient, which is freed with the expression. Only infinity.gathered(..., grads=True) gives copies that stay
-and may be changed: infinity.gathered checks for enough memory first, and writes changed copies back to the gradients.
+copy of one gradient, which is freed with the expression. Only infinity.gathered(..., grads=True) makes copies that are
+kept and may be changed. infinity.gathered first checks that there is enough memory. It writes changed copies back to
+the gradients.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ class Factors:
 class GradientHandle(torch.Tensor):
     """A gradient in host memory.
 
-    Operations on a handle raise, except those of GradScaler and clip_grad_norm_, and reductions. So `p.grad is None`
-    has the meaning that it has in torch, and no code computes with a gradient without values.
+    Operations on a handle raise an error, except reductions and the operations of GradScaler and clip_grad_norm_. So
+    `p.grad is None` has the same meaning as in torch, and no code computes with a gradient that has no values.
 
     Attributes:
-        factors: factors, shared by all handles that `.data` and `.detach()` return, so that multiplying one handle
-            multiplies all.
+        factors: factors of the gradient. The handles that `.data` and `.detach()` return share the factors, so that a
+            multiplication of one handle applies to all.
 
     Args:
-        like: tensor of the gradient's shape, on its device.
+        like: tensor of the gradient's shape, on the gradient's device.
         holder: owner of the gradient; the handle does not keep the owner alive.
         place: place of the parameter.
         factors: factors to share with other handles; None: new factors.
@@ -150,7 +151,8 @@ class GradientHandle(torch.Tensor):
         if self._place.spec.name not in landed.present:
             raise ReleasedParameterError(
                 f"the gradient of '{self._place.spec.name}' is gone: zero_grad(), or an assignment to .grad, dropped "
-                "it. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):` before that"
+                "it. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):` before it "
+                "is dropped"
             )
         return landed
 
@@ -216,7 +218,7 @@ def _with_values(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _norm(handle: GradientHandle, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Answer torch.linalg.vector_norm.
+    """Compute torch.linalg.vector_norm of a gradient.
 
     For a full gradient and order 2, return a float32 scalar on the parameter's device.
     """
@@ -250,13 +252,13 @@ def _multiply_each(gradients: Sequence[torch.Tensor], factor: Any) -> None:
 
 
 class _LastNumber:
-    """Cache of the value of the tensor that was read last.
+    """Cache of one number: the value of the tensor that was read last.
 
     torch multiplies every gradient by the same tensor, and reading this tensor from a GPU waits for all queued work.
     """
 
     def __init__(self) -> None:
-        # one tuple, because any thread may read it
+        # one tuple, so that every thread reads matching values
         self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None
 
     def of(self, tensor: torch.Tensor) -> float:

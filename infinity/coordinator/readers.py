@@ -49,16 +49,18 @@ class Readers:
         self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
 
     def watch(self, end_if_dead: Callable[[], None]) -> None:
-        """Add a source of other calls that may read parameters.
+        """Register a function that ends interrupted calls of another kind. Such calls may read parameters.
 
         Args:
-            end_if_dead: method that ends dead calls. Only a weak reference to the method is kept, because the method
-                may keep the frame of a dead call alive, and so the model.
+            end_if_dead: method that ends the calls that an exception interrupted. Only a weak reference to the method
+                is kept. A strong reference could keep the frame of such a call alive, and with the frame the model.
         """
         self._others.append(weakref.WeakMethod(end_if_dead))
 
     def forget_dead(self) -> None:
-        """End the calls that were interrupted, before gathering, before a step and before the model is closed.
+        """End the calls that an exception interrupted.
+
+        The coordinator calls this method before gathering, before a step and before it closes the model.
 
         No forward may be in progress at these moments.
         """
@@ -67,7 +69,7 @@ class Readers:
         self.forget_dead_others()
 
     def forget_dead_others(self) -> None:
-        """End interrupted calls of the other sources (`watch`), before a forward."""
+        """Before a forward, end interrupted calls with the functions that `watch` registered."""
         for each in self._others:
             if (end_if_dead := each()) is not None:
                 end_if_dead()
@@ -76,7 +78,7 @@ class Readers:
         self._in_forward = False
 
     def backward_begins(self) -> None:
-        """Begin a backward, in any thread. Other threads may not close the parameters that the backward opens.
+        """Begin a backward, in any thread. Until it ends, other threads must not forbid reads of parameters.
 
         Raises:
             ModelError: the backward would add to gathered gradients.
@@ -84,7 +86,7 @@ class Readers:
         if self._lending:
             raise ModelError(
                 "a backward pass inside `with infinity.gathered(..., grads=True)`: the gathered gradients would "
-                "be those from before the pass. Leave the context first."
+                "still have the values from before the pass. Leave the context first."
             )
         self._in_backward = True
 
@@ -97,7 +99,7 @@ class Readers:
         """Return a context in which parameters of every unit may be read. Units are fetched as in a forward.
 
         Args:
-            grads: gradients are gathered, too.
+            grads: whether gradients are gathered, too.
         """
         self._gathering += 1
         self._lending += grads
@@ -108,7 +110,7 @@ class Readers:
             self._lending -= grads
 
     def step_begins(self) -> None:
-        """End all forwards and backwards before a step, including those that were interrupted.
+        """End all forwards and backwards before a step, including interrupted forwards and backwards.
 
         Raises:
             ModelError: the step is inside infinity.gathered, and would make the gathered copies stale; or the step is
@@ -117,14 +119,14 @@ class Readers:
         self.forget_dead()
         if in_backward():
             raise ModelError(
-                "optimizer.step() in a backward pass, as in hooks that step one optimizer for each parameter "
-                "(optimizer_in_bwd): the rest of the pass needs the weights. Make one optimizer for "
-                "model.parameters(), and call its step() after backward(): infinity moves gradients to RAM and begins "
-                "updates during the pass by itself."
+                "optimizer.step() was called in a backward pass, for example by hooks that step one optimizer for each "
+                "parameter (optimizer_in_bwd). The remaining part of the pass needs the weights. Make one optimizer "
+                "for model.parameters(), and call its step() after backward(): infinity moves gradients to RAM and "
+                "begins updates during the pass by itself."
             )
         if self._gathering:
             raise ModelError(
-                "optimizer.step() inside `with infinity.gathered(...)`: the gathered weights would be those from "
-                "before the step. Leave the context first."
+                "optimizer.step() inside `with infinity.gathered(...)`: the gathered weights would still have the "
+                "values from before the step. Leave the context first."
             )
         self._in_forward = self._in_backward = False

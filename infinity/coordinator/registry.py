@@ -1,7 +1,7 @@
 """Side tables from parameters to their places and from models to their coordinators.
 
-Tensors and modules stay unchanged. When an optimizer is made, `reoffload_if_changed` detects whether a model has
-changed since it was offloaded.
+Nothing is stored on tensors or modules themselves. When an optimizer is made, `reoffload_if_changed` detects whether a
+model has changed since it was offloaded.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def leave(model: nn.Module) -> None:
 
 def _forget(coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
     for parameter, _ in coordinator.places():
-        _places.pop(parameter, None)  # the entry keeps the coordinator alive, and so the entry's own key
+        _places.pop(parameter, None)  # the entry refers to the coordinator, and so keeps its own key alive
     for handle in hooks:
-        handle.remove()  # hooks of a parameter keep the coordinator alive, unseen by the garbage collector
+        handle.remove()  # a parameter's hooks keep the coordinator alive; the garbage collector does not see them
 
 
 def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weakref.ref[nn.Module]) -> None:
-    """Close a model that is collected, or that is alive when the process ends.
+    """Close a model that is garbage-collected, or that still exists when the process ends.
 
     If the process ends, an exception may have ended the model's loop.
     """
@@ -157,8 +157,8 @@ def reoffload(model: nn.Module, change: Callable[[], Any]) -> Any:
 def reoffload_if_changed(parameters: Iterable[object]) -> None:
     """Offload changed models again, before an optimizer of these parameters is made.
 
-    A model is changed if its parameters were replaced, frozen, unfrozen or moved to other modules since it was
-    offloaded. Only models with some of these parameters are checked.
+    A changed model has parameters that were replaced, frozen, unfrozen or moved to other modules since the model was
+    offloaded. Only models that have some of these parameters are checked.
 
     Raises:
         TooLateError: trained parameters have no states, and the model cannot be offloaded again. The message says what

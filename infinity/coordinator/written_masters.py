@@ -2,8 +2,8 @@
 
 A write between steps changes weights, and sets the master of each changed weight to exactly the new value. An
 adversarial method (FGM, AWP) changes weights, computes with the changed weights and restores the old weights. When old
-weights are restored, their old masters are restored, too, so that the bits which training had added below the last bit
-of a weight are kept. A parameter set by load_state_dict to a different value gets new masters for all of its weights,
+weights are restored, their old masters are restored, too. So the low bits of the masters, which a weight cannot
+represent, are kept. A parameter set by load_state_dict to a different value gets new masters for all of its weights,
 even for weights whose bits did not change.
 """
 
@@ -21,7 +21,7 @@ from infinity.state.values import sum_of_bits
 logger = logging.getLogger(__name__)
 
 _SHARE = 4
-"""Divisor of the free RAM: the saved masters use at most 1 / _SHARE of it."""
+"""Divisor of the free RAM: the saved masters use at most 1 / _SHARE of the free RAM."""
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -47,7 +47,7 @@ class _SavedElements:
         return _SavedElements(self.at[which], self.bits[which], self.rest[which])
 
     def and_also(self, at: torch.Tensor, bits: torch.Tensor, rest: torch.Tensor) -> _SavedElements:
-        """Return the present elements together with the elements of `at` that are not included yet.
+        """Return these saved elements, and in addition the elements of `at` that are not saved yet.
 
         Args:
             at: indices of elements.
@@ -74,7 +74,7 @@ class WrittenMasters:
         self._given.update(names)
 
     def written(self) -> None:
-        """End a write: forget the marks of `give`."""
+        """End a write: remove the marks that `give` set."""
         self._given.clear()
 
     def after_write(
@@ -82,9 +82,9 @@ class WrittenMasters:
     ) -> torch.Tensor:
         """Return the residual of a piece of a parameter after a write to its weights.
 
-        An element keeps its residual if its weight has not changed. An element gets its saved residual back if its
-        weight is restored to the value before an earlier write since the step. Any other element gets the residual of
-        its new value. A parameter marked by `give` gets the new residual for all elements.
+        An element keeps its residual if its weight has not changed. If a weight is restored to the value that it had
+        before an earlier write since the step, its saved residual is restored, too. Any other element gets the residual
+        of its new value. A parameter marked by `give` gets the new residual for all elements.
 
         Args:
             name: name of the parameter.
@@ -107,7 +107,7 @@ class WrittenMasters:
         fresh[was.at[back]] = was.rest[back]
         if self._not_kept.get(name) == sum_of_bits(new):
             logger.warning(
-                "the weights of '%s' were restored, but not their fp32 masters: there were too many to keep",
+                "the weights of '%s' were restored, but not their fp32 masters: there was too little RAM to keep them",
                 name,
             )
         changed = ~same
@@ -115,7 +115,7 @@ class WrittenMasters:
         if self._has_room(was, int(changed.sum()), itemsize):
             self._keep(name, was.only(~back).and_also(changed.nonzero().flatten(), bits, rest))
         else:
-            logger.info("the old masters of '%s' are too many to keep", name)
+            logger.info("there is too little RAM to keep the old masters of '%s'", name)
             self._not_kept[name] = sum_of_bits(old)
         return fresh.view(torch.uint8)
 

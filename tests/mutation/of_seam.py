@@ -97,7 +97,7 @@ OF_SEAM = [
     Mutant(
         "the stream that asks for weights waits for them",
         "infinity/coordinator/coordinator.py",
-        "            slot.wait()  # the current stream may differ from the stream that the unit was brought for\n",
+        "            slot.wait()  # the current stream may differ from the stream for which the unit was fetched\n",
         "",
         _SEAM,
     ),

@@ -166,8 +166,7 @@ OF_TRAINING = [
     Mutant(
         "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
-        "        self._speculative_updates.drop()  # speculative updates write to copies that others may write "
-        "to now\n",
+        "        self._speculative_updates.drop()  # speculative updates write to places that a commit may write to\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),
