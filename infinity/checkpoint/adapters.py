@@ -139,7 +139,7 @@ def _read_by_peft(model: Any) -> Iterator[nn.Module]:
 
 @contextmanager
 def _gathered(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gather the offloaded ones among `parameters` for the duration of the `with` block."""
+    """Gather the offloaded parameters among `parameters`, for the duration of the `with` block."""
     with ExitStack() as stack:
         for root in roots:
             coordinator = registry.coordinator_of(root)

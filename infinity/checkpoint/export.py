@@ -37,8 +37,8 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 logger = logging.getLogger(__name__)
 
 _DESCRIBED_BYTES = 512
-"""Upper bound of the bytes of a tensor's two entries: in the header of its file and in the index. The tensor's name,
-which is in both entries, is not included.
+"""Upper bound of the bytes of a tensor's two entries, in the header of its file and in the index. The tensor's name is
+in both entries, and is not counted.
 """
 _SMALL_FILES_BYTES = 1 << 20
 """Upper bound of the bytes of the configs and the checksum file, plus the unused part of the last block
@@ -225,7 +225,7 @@ def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a JSON value. Values of types that JSON does not have become text."""
+    """Convert a value to a JSON value. If JSON has no such type, the value is converted to text."""
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

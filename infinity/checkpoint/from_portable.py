@@ -27,7 +27,7 @@ from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
 Copy = Portable | StoredGeneration
-"""The source from which a run continues: a portable copy, or a generation in the stores of other ranks."""
+"""The source from which a run continues: a portable copy, or a generation in the stores of a run's old ranks."""
 
 
 def offload_from_checkpoint(
@@ -44,8 +44,8 @@ def offload_from_checkpoint(
 
     After this call, create the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and
     loaders to infinity.track, which returns the number of steps that are done. If `master` and `moments` in the config
-    are those of the run, the result is bit-identical to a run that never stopped, wherever the states are placed.
-    Before the model is offloaded, the complete copy is read and compared with its checksums.
+    are the same as in the run, the result is bit-identical to a run that never stopped. The tiers of the states may
+    differ. Before the model is offloaded, the complete copy is read and compared with its checksums.
 
     Args:
         model: the model, built as at the beginning of the run. The values of the model's parameters do not matter, and
@@ -71,13 +71,14 @@ def offload_from_checkpoint(
 
 
 def offload_from_copy(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
-    """Offload a model and continue the run from a copy that is open. See offload_from_checkpoint.
+    """Offload a model and continue the run from an open source. See offload_from_checkpoint.
 
     Args:
         model: as for offload_from_checkpoint.
         copy: the source of weights, states and the loop's state.
         terms: the other arguments of offload_from_checkpoint, parsed.
-        files: function that returns the complete weight of a name; used instead of the copy's weights.
+        files: function that returns the complete weight of a parameter, by name. These weights are used instead of the
+            weights of `copy`.
     """
     tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)

@@ -1,5 +1,6 @@
-"""Reading a generation in a swap directory without the program that trained the model: weights by unit, states by
-chunk.
+"""Reading of a generation in a swap directory, without the program that trained the model.
+
+Weights are read unit by unit, and states chunk by chunk.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def open_stores(
         directories: all directories of the store, in the store's order; or one of these directories, at the path where
             the store was created. If several ranks trained the model: the directories that contain the ranks' stores.
         nvme: how the disks are accessed.
-        count: the number of ranks of the run to open, if runs with different numbers of ranks left stores. Default: the
-            number of ranks of the run with the most steps.
+        count: the number of ranks of the run to open. It matters if several runs with different numbers of ranks left
+            stores. Default: the number of ranks of the run with the most steps.
         shared: whether the ranks of a run that is in progress have the stores open. These ranks wait until the caller
             has finished reading.
 
@@ -225,7 +226,7 @@ class StoredPart:
 
 
 class StoredState(NamedTuple):
-    """A state of a parameter that is not the weight: the master, or a moment that exists already.
+    """A state of a parameter other than the weight: the master, or a moment that steps have already made.
 
     Attributes:
         state: MASTER, or the store's name of the moment.
@@ -345,7 +346,7 @@ class StoredGeneration:
         return None if found is None else found.values
 
     def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        """Return a moment of a parameter; None if it does not exist yet. Raises SwapIOError."""
+        """Return a moment of a parameter; None if the moment does not exist yet. Raises SwapIOError."""
         return self._whole(name, state)
 
     def _whole(self, name: str, state: str) -> GivenMoment | None:

@@ -139,7 +139,7 @@ def _offload(model: Any, source: Source, terms: Terms) -> None:
     if all(parameter.is_meta for parameter in model.parameters()):
         offload_on(model, terms, source)
         remember_readers(model, readers(model, source))
-    else:  # if some values are in memory, all ranks take rank 0's values
+    else:  # if some values are in memory, all ranks use the values of rank 0
         defer_values(model, source, terms.device)
         offload_on(model, terms)
 
@@ -328,7 +328,7 @@ def on_meta(
         model_class: a class with `from_pretrained`.
         path: a directory, or a hub id.
         dtype: dtype of the weights.
-        scratch: an empty directory; removed if it stays empty.
+        scratch: an empty directory. It is removed if no file is written to it.
         kwargs: passed to `from_pretrained`.
         as_plain: whether transformers initializes parameters that the checkpoint lacks, even if the checkpoint's
             config.json names this model class. Without `as_plain`, such a checkpoint is incomplete.
@@ -504,8 +504,8 @@ class Files:
     def unchanged(self) -> bool:
         """Return whether all files still exist and are unchanged since this object was created.
 
-        The checked files are those of the checkpoint and those of converted tensors. The directory of converted tensors
-        may have been removed.
+        The checked files are the files of the checkpoint and the files of converted tensors. The directory of converted
+        tensors may have been removed.
         """
         return self._facts is not None and self._facts == self._facts_now()
 

@@ -2,11 +2,11 @@
 by unit.
 
 [Note: the values that are merged]
-A merged weight is base + scaling * B @ A, computed as in PEFT's merge_and_unload, bit for bit. The base's values are
-those that the adapters were trained with: weights in 4 or 8 bits are decoded, and merged weights are not encoded again.
-Merged weights are rounded to the dtype of the model's weights. Because of the rounding, the logits of the merged model
-are close to the logits of the base with separate adapters, but not equal. `computing_merged` makes the offloaded model
-compute with merged weights, so that the written model can be compared with the offloaded model bit for bit.
+A merged weight is base + scaling * B @ A, computed as in PEFT's merge_and_unload, bit for bit. The base's weights have
+the values with which the adapters were trained: weights in 4 or 8 bits are decoded. Merged weights are not encoded
+again. Merged weights are rounded to the dtype of the model's weights. Because of the rounding, the logits of the merged
+model are close to the logits of the base with separate adapters, but not equal. `computing_merged` makes the offloaded
+model compute with merged weights, so that the written model can be compared with the offloaded model bit for bit.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _layers(base: nn.Module) -> dict[str, Any]:
 
 
 def _chain(layer: Any) -> list[Any]:
-    """Return a LoRA layer and the LoRA layers nested in it: one LoRA layer for each parameter of the module for which
-    there is an adapter.
+    """Return a LoRA layer and the LoRA layers nested in it. There is one LoRA layer for each adapted parameter of the
+    module.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

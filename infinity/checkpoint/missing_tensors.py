@@ -6,7 +6,7 @@ transformers initializes the missing parameters while it loads the model, by the
 the model's modules. All other parameters are on the meta device at that moment and draw no random numbers. Therefore
 the initialized values, and the random numbers that are drawn later, are the same as in a script without infinity. At
 the end of loading, accelerate moves every parameter to the meta device. The initialized values would be lost, because
-they are in no file. Therefore infinity keeps every parameter in memory that is assigned to a module.
+they are in no file. Therefore infinity keeps a reference to every in-memory parameter that is assigned to a module.
 
 With `ignore_mismatched_sizes`, transformers initializes a parameter whose tensor in the checkpoint has another size.
 But transformers compares sizes only for tensors that it loads into memory. Therefore a model with such tensors is
@@ -47,7 +47,7 @@ def keeping() -> Iterator[Kept]:
 
 
 def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
-    """Assign to a parameter the values that transformers initialized it with. Return whether `kept` has such values.
+    """Give a parameter the values with which transformers initialized it. Return whether `kept` has such values.
 
     Args:
         model: the loaded model.

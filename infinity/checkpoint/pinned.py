@@ -1,5 +1,7 @@
-"""Freeing a pin when all pins are taken: the oldest pinned generation is written as a portable copy into its checkpoint
-folder, and its place in the store is freed.
+"""Freeing a pin when all pins are in use.
+
+The oldest pinned generation is written as a portable copy into its checkpoint folder. Then its place in the store is
+freed.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ COPY_NAME = "portable"
 def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: str = "5GB") -> list[Path]:
     """Ensure that `folder` can pin a generation.
 
-    If all of the config's `pins` are taken, the generation that was pinned first is written as a portable copy into its
-    folder (`checkpoint-4/portable`) and unpinned. Call this function before any file of the new checkpoint is written.
-    If `folder` exists already, its marker is removed, so that it does not look resumable while its files are replaced.
-    The generation that `folder` pinned before is kept until `folder` pins another generation, or until the next resume.
+    If all of the config's `pins` are in use, the generation that was pinned first is written as a portable copy into
+    its folder (`checkpoint-4/portable`) and unpinned. Call this function before any file of the new checkpoint is
+    written. If `folder` exists already, its marker is removed, so that it does not look resumable while its files are
+    replaced. The generation that `folder` pinned before is kept until `folder` pins another generation, or until the
+    next resume.
 
     infinity.offload_from_checkpoint and load_pretrained(resume=folder) continue a run from such a portable copy.
 

@@ -115,7 +115,7 @@ def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if isinstance(source, str | Path):
         try:
             values, _ = PretrainedConfig.get_config_dict(source, **hub)
-        except Exception:  # from_pretrained gives the better error
+        except Exception:  # from_pretrained raises a better error
             return None
     elif isinstance(source, PretrainedConfig):
         values = source.to_dict()

@@ -37,14 +37,14 @@ _BOUNDS = (
     (re.compile("^(num|n|d)_|_(size|dim)$"), 1 << 24),
 )
 """Pairs of a pattern of config keys and the largest value that a config may have under such a key. The first pattern
-that matches the key applies. No model has larger values, and lists with more elements would take all memory.
+that matches the key applies. No known model has larger values, and lists with more elements would use up the memory.
 """
 _BUILT_PER_NAME = 64
 _BUILT_MIN = 4096
 
 
 class RecordedModel:
-    """The model of a generation, as far as the generation's manifest describes the model.
+    """The model of a generation, built from the description in the generation's manifest.
 
     Raises:
         ManifestError: the model is one of transformers', and transformers cannot build it from its config.

@@ -73,8 +73,8 @@ def resume(
 
     If the run had another number of ranks, each new rank reads its slices of the generation that the old ranks left.
     The new ranks commit a generation of their own before the stores of the old ranks are removed. In this case, all
-    stores must be in the same nvme.paths, on disks that every rank can access. A new rank takes RNG states and tracked
-    objects from the old rank with the same number; if there was no such rank, from rank 0.
+    stores must be in the same nvme.paths, on disks that every rank can access. A new rank gets the RNG states and
+    tracked objects of the old rank with the same number. If there was no such rank, it gets those of rank 0.
 
     The complete generation is read once and compared with its checksums before the run continues. If the newest
     generation is damaged and the config keeps a previous generation, the previous generation is used and a warning is
@@ -84,8 +84,8 @@ def resume(
         model: the model, built as at the beginning of the run. The values of the model's parameters do not matter, and
             the parameters may be on the meta device. The model's persistent buffers are restored. Linear layers that
             were tiled in the run are tiled again (infinity.tile).
-        config: a swap config whose nvme.paths, master, moments, keep and pins are those of the run; everything else may
-            have changed.
+        config: a swap config whose nvme.paths, master, moments, keep and pins are those of the run; all other values
+            may differ.
         device: as for infinity.offload.
         optimizer: as for infinity.offload.
         accumulation_steps: as for infinity.offload.
@@ -134,7 +134,7 @@ class _Source:
     Attributes:
         count: the number of ranks of the run that made the generation.
         paths: the directories that contain the stores of these ranks.
-        copy: the generation as this rank uses it, while the stores are open.
+        copy: the generation, from which this rank can read while the stores are open.
     """
 
     count: int
@@ -169,7 +169,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
         config: the swap config.
         step: step of the generation; None: the newest.
         tell: exchanges a value with all ranks.
-        held: the stack that closes the stores.
+        held: the stack that closes the stores when it is closed.
 
     Raises:
         ResumeError: the generation is incomplete, or not the same for all ranks.

@@ -16,11 +16,11 @@ from infinity.state.moments import OptimizerName
 
 
 class Adagrad(OffloadedOptimizer):
-    """Adagrad (Duchi, Hazan & Singer 2011), as torch.optim.Adagrad.
+    """Adagrad (Duchi, Hazan & Singer 2011), as in torch.optim.Adagrad.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
-        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
@@ -66,8 +66,8 @@ class Adagrad(OffloadedOptimizer):
         super()._require_room(coordinator, group)
         if coordinator.plan.placement.form.moments == "int8":
             raise ConfigError(
-                "moments: int8 does not work with Adagrad: its sum grows in steps that 8 bits cannot represent, so the "
-                "sum would stop growing. Set moments: bf16 or fp32."
+                "moments: int8 does not work with Adagrad: Adagrad's sum grows in steps that 8 bits cannot represent, "
+                "so the sum would stop growing. Set moments: bf16 or fp32."
             )
 
     def check(self, group: Mapping[str, Any]) -> None:

@@ -17,9 +17,9 @@ _INFINITE = float("inf")
 
 
 class Adam(OffloadedOptimizer):
-    """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as torch.optim.Adam.
+    """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as in torch.optim.Adam.
 
-    Args and Raises: as AdamW.
+    The arguments and errors are those of AdamW.
     """
 
     rule: ClassVar[OptimizerName] = "adam"
@@ -76,12 +76,12 @@ class Adam(OffloadedOptimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW.
+    """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), as in torch.optim.AdamW.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `eps`, `weight_decay`.
         lr: learning rate; a float or a one-element tensor; LR schedulers work as usual.
-        betas, eps, weight_decay, maximize: as torch.optim.AdamW.
+        betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
         amsgrad: refused when True.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
         seed: seed of stochastic rounding, see OffloadedOptimizer.

@@ -40,7 +40,7 @@ class StateHandle:
 
     @staticmethod
     def read(saved: Any) -> Any:
-        """Return the handle that was saved as this mapping. Return anything else unchanged."""
+        """Return the handle if `saved` is the mapping of a pickled handle. Return any other value unchanged."""
         names = {field.name for field in fields(StateHandle)}
         return StateHandle(**saved) if isinstance(saved, Mapping) and saved.keys() == names else saved
 

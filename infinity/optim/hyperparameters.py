@@ -21,7 +21,7 @@ class TorchOptions(TypedDict, total=False):
     """Options of torch's optimizers that select an implementation without a change of the result.
 
     Attributes:
-        foreach, fused: accepted without effect: the update is one pass over each parameter anyway.
+        foreach, fused: accepted without effect, because every update is one pass over each parameter anyway.
         capturable, differentiable: refused. decoupled_weight_decay is refused, too, if it would turn Adam into AdamW or
             AdamW into Adam.
     """
@@ -58,7 +58,7 @@ def number(name: str, value: Any) -> float:
     """Return a hyperparameter as a float. The value may be a number of Python or numpy, or a tensor with one element.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is something else.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() == 1 and not value.is_meta and not value.is_complex():

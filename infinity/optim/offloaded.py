@@ -1,6 +1,6 @@
 """Base of all optimizers on offloaded parameters.
 
-It clips by the exact global norm and updates unit by unit in tiles.
+The base class clips gradients by their exact global norm, and updates the parameters unit by unit.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class _State(dict[str, Any]):
 class OffloadedOptimizer(GroupedOptimizer):
     """An optimizer whose states are kept where the swap config places them.
 
-    The arithmetic is fp32 on an fp32 master, whatever the weights' dtype. bf16 weights are the master rounded half up.
-    With `master: none` there is no master, and weights are rounded stochastically. A parameter whose grad is None is
-    not touched. A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`.
+    The arithmetic is in fp32 on fp32 masters, for weights of any dtype. bf16 weights are their masters, rounded half
+    up. With `master: none` there is no master, and weights are rounded stochastically. A parameter whose grad is None
+    is not touched. A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`.
 
     torch.amp.GradScaler works as with torch's optimizers: gradients are unscaled as part of the update.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
-        defaults: hyperparameters, as torch.optim.Optimizer; LR schedulers work as usual.
+        defaults: hyperparameters, as in torch.optim.Optimizer; LR schedulers work as usual.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
         maximize: maximize the objective instead of minimizing it.
-        seed: seed of stochastic rounding (`moments: bf16`, `master: none`). The random bits follow from the seed, the
-            step and the element, so a run can be repeated to the bit.
+        seed: seed of stochastic rounding (`moments: bf16`, `master: none`). The random bits depend only on the seed,
+            the step and the element, so a run can be repeated to the bit.
         accumulation_steps: backward passes before each step, so that updates begin during the last pass; None: as many
             as before the previous step. A wrong number only costs time; the result is the same to the bit.
         torchs: options of torch's optimizers that choose an implementation (TorchOptions).
@@ -106,7 +106,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.skipped_steps = 0
         self._skips_in_a_row = 0
         self._skip_reason = ""  # why the next step will be skipped; set by skip_next_step
-        self._inverse_scale = 1.0  # of the last step that was taken; before the first step, without a loss scale
+        self._inverse_scale = 1.0  # of the last step that was not skipped; 1 before the first step
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
@@ -121,8 +121,8 @@ class OffloadedOptimizer(GroupedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, then update every parameter that has a gradient.
 
-        Returns once it is certain for every update whether it is applied; the updates may still be running. A unit's
-        next use waits for that unit's update only. With `overlap: off` all updates are done on return.
+        On return it is certain which updates are applied, but the updates may still be running. The next use of a unit
+        waits for the update of this unit only. With `overlap: off` all updates are done on return.
 
         Raises:
             NonFiniteGradientError: gradients were not finite several steps in a row; the message names the parameter.
@@ -195,9 +195,11 @@ class OffloadedOptimizer(GroupedOptimizer):
         return active
 
     def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
-        """Return sums of squares of the gradients, and the first name whose part is not finite ('' if all are).
+        """Return two sums of squares of the gradients, and the name of a parameter whose gradient is not finite ('' if
+        all are finite).
 
-        The first sum is taken over the gradients as they landed, the second over the gradients after torch's clipping.
+        The first sum is that of the gradients as they landed. The second sum is that of the gradients after torch's
+        clipping.
         """
         by_factor: dict[float, list[Place]] = {}
         for each in active:
@@ -218,19 +220,19 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     @property
     def expected_scale(self) -> float:
-        """Expected factor of the gradients in the next step.
+        """Factor by which the next step is expected to multiply the gradients.
 
         The actual factor differs only if gradients are clipped or the loss scale changes. A skipped step leaves the
-        factor unchanged: a scaler that tried a larger scale returns to the scale before.
+        factor unchanged, because a scaler that tried a larger scale then returns to the old scale.
         """
         return self._inverse_scale
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
         """Return the next step's update of a unit's groups.
 
-        The update assumes that no gradient is clipped and no value changes.
+        The update assumes that no gradient is clipped and that no hyperparameter changes.
 
-        If the step will refuse the current values of the groups, return no update.
+        If the step would refuse the current hyperparameters, return an empty dict.
         """
         try:
             self._require_in_range()
@@ -287,7 +289,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
-            state = self.state.get(parameter, {})  # .get() makes no entry: a speculative update may be dropped
+            state = self.state.get(parameter, {})  # .get() adds no entry, because a speculative update may be dropped
             step, begun = state.get("step", 0) + 1, state.get("begun", {})
             fresh = not moments.keys() <= begun.keys()
             after[parameter] = {"step": step, "begun": begun | dict.fromkeys(moments, True) if fresh else begun}
@@ -336,7 +338,8 @@ class OffloadedOptimizer(GroupedOptimizer):
         return {place.spec.name for place in self._places.values()}
 
     def restore_progress(self, saved: OptimizerRecord) -> None:
-        """Set the step of each parameter from the record of a resumed run, so that it matches the states in the store.
+        """Set each parameter's step number from the record of a resumed run, so that the number matches the states in
+        the store.
 
         Raises:
             ResumeError: the run had another optimizer.
@@ -386,7 +389,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.coordinator.zero_grad(self._places.items())
 
     def read_state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
-        """Return a copy of a parameter's state after the last step: fp32, of the parameter's shape, in RAM.
+        """Return a copy of a parameter's state after the last step: an fp32 tensor in RAM with the parameter's shape.
 
         A state that is kept in bf16 or int8 is decoded.
 
@@ -395,7 +398,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             name: torch's name of the state, such as "exp_avg".
 
         Raises:
-            ConfigError: the parameter has no state of this name, or no states because it has taken no step.
+            ConfigError: the parameter has no state of this name. Before its first step, a parameter has no states.
             NotAvailableError: there are several ranks.
             SwapIOError: the store could not be read.
         """

@@ -15,11 +15,11 @@ from infinity.state.moments import Moment, OptimizerName
 
 
 class SGD(OffloadedOptimizer):
-    """Stochastic gradient descent, as torch.optim.SGD. Without momentum the optimizer keeps no state.
+    """Stochastic gradient descent, as in torch.optim.SGD. Without momentum the optimizer keeps no state.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:

@@ -198,7 +198,7 @@ def test_a_replay_moves_what_there_is(swap_config: Any) -> None:
 
 def test_adagrad_refuses_moments_that_cannot_grow(offload: Any) -> None:
     model = offload(network(), "host", moments="int8")
-    with pytest.raises(infinity.ConfigError, match="its sum grows"):
+    with pytest.raises(infinity.ConfigError, match="sum grows in steps"):
         infinity.Adagrad(model.parameters())
 
 
