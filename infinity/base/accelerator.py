@@ -3,12 +3,12 @@
 [Note: streams and events] A stream is a queue of work on the device; the host runs ahead of the stream. An event is a
 position in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an
 event; the waiting thread sleeps, because the host's cores are needed for the update. A write to memory must be ordered
-after all earlier uses of the memory, and a read must be ordered after the last write. No order is implicit: a copy runs
-after the work that is queued on the copy's stream and after the events that are given to `copy`. The memory of a copy
-must not change before the copy's event.
+after all earlier uses of the memory, and a read must be ordered after the last write. No order is implicit. A copy runs
+after all work that is already queued on its stream, and after the events that the caller passes to `copy`. The memory
+of a copy must not change before the copy's event.
 
-tests/sim has another Accelerator. The copies of this imitation run as late, as early or as randomly as their events
-allow, and the imitation checks that any two uses of the same bytes are ordered.
+tests/sim has another Accelerator, which simulates a device. Its copies run as late, as early or as randomly as their
+events allow. It checks that any two uses of the same bytes are ordered.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Accelerator(Protocol):
         device: the torch device, with its index.
         pins_resident: whether pinning makes all pages resident in one thread. If so, pinning is faster after all
             threads together have touched the pages.
-        nice: niceness of the threads that compute updates, which yield to the threads that feed the device
+        nice: niceness of the threads that compute updates. These threads yield to the threads that feed the device
             (_native.ThreadPool).
     """
 
@@ -152,7 +152,7 @@ _FUNCTIONS = ("SetDevice", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "Eve
 
 
 class TorchAccelerator:
-    """Device of torch: CUDA or ROCm, for which torch has one module.
+    """Device of torch: CUDA or ROCm. torch uses the module `torch.cuda` for both.
 
     Args:
         device: the device with its index; without the index the runtime would open a context on the first device.

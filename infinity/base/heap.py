@@ -1,8 +1,8 @@
 """Return of freed heap memory to the system while a model runs.
 
 Without a GPU, torch's tensors are in glibc's heap. The heap keeps the largest size that it ever had, because the holes
-that activations and gradients leave are between tensors in use. glibc's own remedy is to map each tensor separately
-from a low size threshold on, but with this remedy every tensor above the threshold page-faults all its pages again.
+that activations and gradients leave are between tensors in use. glibc can instead map each tensor above a size
+threshold separately, but then every such tensor page-faults all its pages again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Heap:
     With a C library other than glibc, or glibc before 2.33, this class does nothing.
 
     Args:
-        budget: bytes of RAM that the process should stay within.
+        budget: bytes of RAM that the process should not exceed.
     """
 
     def __init__(self, budget: int) -> None:

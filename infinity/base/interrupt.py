@@ -12,10 +12,10 @@ before the end of the step (`interrupts_deferred`).
 Only the main thread receives signals. Autograd on a GPU runs hooks on another thread. Signals that were deferred before
 a fork belong to the parent: a forked child starts without deferred signals, and can be stopped like any process.
 
-[Note: whose handler it is] A handler is wrapped when an `uninterruptible` function begins, and stays wrapped: a step
-has hundreds of transitions, and installing a handler costs more than most transitions. The wrapper calls the handler at
-once, or when the `uninterruptible` function ends. A handler that is not a function raises nothing and is not wrapped
-(SIG_DFL, SIG_IGN, or a handler that was not installed from Python).
+[Note: whose handler it is] A handler is wrapped when an `uninterruptible` function begins. It stays wrapped, because a
+step has hundreds of transitions, and installing a handler costs more than most transitions. The wrapper calls the
+handler at once, or when the `uninterruptible` function ends. A handler that is not a function raises nothing and is not
+wrapped (SIG_DFL, SIG_IGN, or a handler that was not installed from Python).
 
 The user may install another handler at any time; the next transition finds that the new handler is not wrapped, and
 wraps it. The check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` converts the result to enums
@@ -99,7 +99,8 @@ class _Signals:
             self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of the first signal only: an exception of a second handler would hide that of the first."""
+        """Call the handler of the first signal only: an exception of a second handler would hide the first
+        exception."""
         came, self.came = self.came, []
         for handler, number, frame in came[:1]:
             handler(number, frame)

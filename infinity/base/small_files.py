@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 _BYTES_MAX = 8 << 20
-"""Maximum size in bytes of such a file."""
+"""Maximum size in bytes of a file that is read."""
 
 
 def text_of(path: Path) -> str:

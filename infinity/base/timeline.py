@@ -21,9 +21,9 @@ Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
 """Reason why the compute thread is not computing.
 
 fetch: it waits for weights from the store. update: it waits until a unit's update of the previous step is computed, or
-until that update releases its slot. gradient: it lands gradients in host memory. room: it waits for, or makes, room for
-weights. commit: it makes a step durable. step: the rest of optimizer.step: the norm, the decision, submitting updates,
-and its waits.
+until the update releases the unit's slot. gradient: it lands gradients in host memory. room: it waits for, or makes,
+room for weights. commit: it makes a step durable. step: all other parts of optimizer.step: it computes the norm,
+decides the step, submits updates, and waits in between.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
@@ -71,8 +71,8 @@ class Recording(NamedTuple):
 
     Attributes:
         spans: the spans that were kept.
-        begin_ns, end_ns: times when recording was switched on and off. Spans that were open at the end of the recording
-            end at that moment.
+        begin_ns, end_ns: times when recording was switched on and off. A span that is open when the recording ends gets
+            the end of the recording as its end.
         dropped: number of spans that were not kept because the list was full.
     """
 
@@ -87,8 +87,8 @@ class Timeline:
 
     Any thread may call any method; a stall belongs to the thread that enters it.
 
-    Invariant: in each thread, the causes' times add up to no more than the time passed: while one stall is inside
-    another stall, time is counted and recorded only for the inner stall.
+    Invariant: in each thread, the times of all causes add up to no more than the time that has passed. While one stall
+    is inside another stall, time is counted and recorded only for the inner stall.
     """
 
     def __init__(self) -> None:

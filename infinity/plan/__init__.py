@@ -1,1 +1,1 @@
-"""Planning of where states rest: the machine's resources, the bytes of the states, and the plan made from both."""
+"""Planning: the machine's resources, the sizes of the states, and the plan that says where each state is kept."""

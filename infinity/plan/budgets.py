@@ -1,8 +1,8 @@
-"""The parts of both budgets that are for moving states, and the sizes of some: staging, host copies of weights, slots
-and the ring.
+"""Sizes of the memory for moving states: staging, host copies of weights, slots and the ring of gradients.
 
-placement.py has the sizes of the landing window, of uploads and of the bounce buffer, speculation_memory.py those of
-shadows and of states that are read ahead. planner.py divides the budgets ([Note: who gets memory first]).
+placement.py has the sizes of the landing window, of uploads and of the bounce buffer. speculation_memory.py has the
+sizes of shadows and of the memory for states that are read ahead. planner.py divides the budgets ([Note: who gets
+memory first]).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NAMED_MAX = 6  # number of units that a message names
 
 @dataclass(frozen=True)
 class UpdateStaging:
-    """The cutting of updates into tiles, and the host memory for the tiles.
+    """Division of updates into tiles, and the host memory for the tiles.
 
     Attributes:
-        tile_numel, tile_bytes: number of elements of a tile, and its bytes.
+        tile_numel, tile_bytes: number of elements, and of bytes, of a tile.
         nbytes: bytes of the tiles in flight.
         ahead_bytes: additional bytes for states that are read ahead.
         threads: number of compute threads.
@@ -71,13 +71,14 @@ class Budgets:
         upload_bytes: host memory that weights are read into before they are copied to the device, or decoded.
         bounce_bytes: host memory that gradients are copied to before they are added to gradients of earlier
             micro-batches.
-        copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
+        copies_bytes: host memory for weights that are copied from the device for updates, so that the updates need not
+            read the weights from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
         secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
             (sharded/gathered_slots.py).
         landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if no gradient spills.
-        shadow_bytes: host memory for the new values of speculative updates, where weights or states rest in RAM; lent
-            to the staging while no update speculates.
+        shadow_bytes: host memory for new values of weights and states in RAM, which speculative updates compute. While
+            no update speculates, the staging uses this memory.
     """
 
     limits: Limits
@@ -100,7 +101,7 @@ class Budgets:
         return self.ring.nbytes
 
     def device_for(self, slot_bytes: int) -> str:
-        """Return a memory.device with room for `slot_bytes` of slots and for the longest ring of gradients."""
+        """Return a value of memory.device with room for `slot_bytes` of slots and for the longest ring of gradients."""
         beside = self.decoding_bytes + self.longest_ring_bytes
         return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
 
@@ -123,7 +124,7 @@ def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Upd
 
     Args:
         inputs: the input of the planner.
-        host_budget: bytes of host memory, of which the tiles take a share.
+        host_budget: bytes of host memory. The tiles use a share of these bytes.
         gradients: whether the tiles contain gradients, too.
     """
     _require_isa()
@@ -169,7 +170,7 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
 
 
 def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
-    """Return the host memory for weights that updates copy from the device although the weights rest on NVMe.
+    """Return the bytes of host memory for weights that rest on NVMe and are copied from the device for updates.
 
     The memory is for a few units only, because each update frees its part for the next update.
 
@@ -250,14 +251,14 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
 
 
 def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
-    """Return whether all weights certainly fit the slots, so that no weight is fetched twice between two updates."""
+    """Return whether all weights certainly fit the slots. Then no weight is fetched twice between two updates."""
     return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
 
 
 def _config_bytes(limits: Limits, nbytes: int) -> str:
-    """Return the memory.device that gives each rank `nbytes`.
+    """Return the value of memory.device with which each rank gets `nbytes`.
 
-    If memory.device is a part of RAM, the ranks divide it.
+    If memory.device is a part of RAM, the ranks divide memory.device.
     """
     return enough_bytes(nbytes * (limits.ranks if limits.in_place else 1))
 
@@ -271,12 +272,13 @@ def _and_for_encoded(nbytes: int) -> str:
 
 
 def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched: Collection[int]) -> list[Unit]:
-    """Return the units that must be on the device at once: those of the two largest modules, and the units that stay.
+    """Return the units that must be on the device at once: the units of the two largest modules, and the units that
+    stay.
 
     While a module runs, its own units and the units of the modules that contain it are in use: the containing modules
     may use their units after the module returns. At the same time the next module's units are fetched, and autograd or
-    recomputation may still have views of the last module's units. Two modules at once therefore need room, in addition
-    to the units that stay while the model runs.
+    recomputation may still have views of the last module's units. Therefore the device needs room for the units of two
+    modules, and for the units that stay while the model runs.
 
     Args:
         units: all units, in the order of their indices.
@@ -303,7 +305,8 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookedModule]) -> list[set[int]]:
-    """Return for each module the units (indices) of it, of the modules that contain it, and of its `beside`."""
+    """Return for each module the indices of its own units, of the units of the modules around it, and of its
+    `beside`."""
     if not sites:
         return [{unit.index} for unit in units]
     own: dict[str, set[int]] = {}

@@ -1,4 +1,4 @@
-"""Frequency of commits if the swap config leaves it open (commit_every: auto).
+"""Frequency of commits with `commit_every: auto`.
 
 | where the trained weights and the optimizer's states rest | commits |
 |---|---|
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from infinity.sizes import format_bytes
 
 COMMITS_SHARE = 0.05
-"""Largest share of the time, or of the I/O, that commits may take if the config leaves their frequency open."""
+"""Largest share of the time, or of the I/O, that commits may take with `commit_every: auto`."""
 EVERY_MAX = 1000
-"""Largest number of steps between commits if the config leaves their frequency open."""
+"""Largest number of steps between commits with `commit_every: auto`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CommitFrequency:
 
     Attributes:
         every: number of steps between durable generations; 0: no generations, states are updated in place.
-        reason: reason for the frequency, if the config leaves it open; '' if the config sets the frequency.
+        reason: reason for the frequency with `commit_every: auto`; '' if the config sets the frequency.
         at_most: whether the run may commit more often than every `every`-th step, as far as measured times allow.
     """
 
@@ -57,15 +57,15 @@ NO_PATHS = CommitFrequency(0, "no nvme.paths")
 
 
 def rarest(found: Sequence[CommitFrequency]) -> CommitFrequency:
-    """Return how often several ranks commit: as often as the rank that commits most rarely, or never if a rank
-    cannot."""
+    """Return how often several ranks commit: as rarely as the rank that commits most rarely. If one rank cannot commit,
+    the ranks never commit."""
     none = [each for each in found if not each.every]
     most = none[0] if none else max(found, key=lambda each: each.every)
     return replace(most, at_most=any(each.at_most for each in found) and most.every > 1)
 
 
 def affordable_every(commit: float, step: float) -> int:
-    """Return the smallest number of steps (up to `EVERY_MAX`) of which a commit costs at most `COMMITS_SHARE`.
+    """Return the smallest N with which a commit costs at most `COMMITS_SHARE` of N steps; at most `EVERY_MAX`.
 
     Args:
         commit: cost of a commit in addition to the steps.

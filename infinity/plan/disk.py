@@ -1,4 +1,4 @@
-"""The disks that the config names: how far a swap file can grow on them, and how fast they are."""
+"""The disks that the config names: their space for a swap file, and their speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
 from infinity.io.disk_profile import DiskProfile, profile_of
 
-_SHARE = 0.9  # share of the free space; the rest is for other files that the run writes
+_SHARE = 0.9  # share of the free space; the run may write other files to the remaining space
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Disks:
     """Facts about the disks that a plan needs.
 
     Attributes:
-        room_bytes: size that a swap file may grow to for data that the config does not ask for, such as second copies
-            of states; the size of one rank's file, if several ranks use the disks.
+        room_bytes: largest size of a swap file with optional data. Optional data is data that the config does not ask
+            for, such as second copies of states. If several ranks use the disks, this is the size of one rank's file.
         rate: bytes per second of all disks together, half reads and half writes; None: not known.
         free_bytes: largest size that one rank's swap file can have on the disks; None: not known.
     """
@@ -41,17 +41,17 @@ def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
 
 
 def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:
-    """Return the profiles that infinity-bench measured of these directories; an empty list unless all were measured."""
+    """Return the profiles that infinity-bench measured of these directories; an empty list if one was not measured."""
     found = [profile_of(path) for path in paths]
     profiles = [profile for profile in found if profile is not None]
     return profiles if len(profiles) == len(paths) else []
 
 
 def room_bytes(paths: Sequence[Path]) -> int:
-    """Return the size that a file striped evenly over these directories may grow to for optional data.
+    """Return the largest size, including optional data, of a file that is striped evenly over these directories.
 
-    Second copies of states that the config does not ask for are optional data. Optional data leaves a tenth of the
-    disks free.
+    Optional data is data that the config does not ask for, such as second copies of states. A tenth of the free space
+    stays free of optional data.
     """
     return int(_free_bytes(paths) * _SHARE)
 

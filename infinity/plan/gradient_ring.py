@@ -32,7 +32,7 @@ def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
     * the gradients of the largest unit: the smallest ring that works;
     * the gradients of the two largest units: the next unit's gradients arrive while the last unit's gradients are
       copied;
-    * with vertical micro-batches, room for gradients that add up (`_adding_up`).
+    * with vertical micro-batches, room to add up the gradients of all micro-batches (`_adding_up`).
 
     Args:
         inputs: the model and the budgets.
@@ -53,8 +53,8 @@ def _adding_up(units: Sequence[Unit], sites: Sequence[HookedModule]) -> int:
 
     If several modules use a unit (a tied embedding, for example), the unit's gradients stay in the ring until the last
     of these modules has produced its gradients. Gradients of the units that stay on the device stay in the ring, too,
-    because each module may produce a few of them. The ring also needs room for the gradients of the two largest other
-    units.
+    because each module may produce a few of these gradients. The ring also needs room for the gradients of the two
+    largest other units.
     """
     uses = Counter(index for site in sites for index in set(site.units))
     nbytes = {unit.index: sum(group.state_bytes(4) for group in unit.trainable_groups) for unit in units}

@@ -1,10 +1,10 @@
 """Layout of all states: each state's copies in the swap file, and each state's lease in the arena.
 
 [Note: the order in the swap file]
-The swap file contains one unit after the other. A unit has the weights of its groups first, and after them the residual
-and the moments of each trained group. The copies of a state are adjacent. The scratch of the gradients that spill is
-behind all units, so that a run can be resumed with a different share of the gradients in RAM. An existing store is
-opened by this order: a change of the order needs a new version of the store.
+The swap file contains one unit after the other. The weights of a unit's groups come first. The residual and the moments
+of each trained group follow. The copies of a state are adjacent. The space for gradients that spill is behind all
+units, so that a run can be resumed with a different share of the gradients in RAM. An existing store is read with the
+same order. Therefore a change of the order needs a new version of the store.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The places of everything in a unit.
+    """The places of all states of a unit.
 
     Attributes:
         gradients: places of the gradients of each group, in the order of the groups; a frozen group's place has 0
@@ -85,8 +85,9 @@ class SwapBytes:
 
     Attributes:
         states: one copy of each state that has an extent.
-        further_copies: the other copies: they contain earlier generations, or are free for the next write.
-        scratch: room for the gradients that spill.
+        further_copies: the other copies of these states, which contain earlier generations or are free for the next
+            write.
+        scratch: space for the gradients that spill.
     """
 
     states: int
@@ -112,8 +113,8 @@ class ArenaBytes:
         shadows: new weights and states of speculative updates.
         landing: the window that gradients land in.
         staging: the update's tiles, including the tiles that are read ahead.
-        transfers: memory that is leased for a while. Weights are fetched into this memory, or read into this memory
-            before they are copied to the device or decoded.
+        transfers: weights in transfer. Weights are fetched into this memory, or are read into this memory before they
+            are copied to the device or decoded.
         bounce: gradients from the device that are to be added to gradients in host memory.
         copies: weights that were copied from the device for updates to read.
         exchange: gradients on their way to the ranks that own them.
@@ -134,7 +135,8 @@ class ArenaBytes:
 
     @property
     def homes_and_shadows(self) -> int:
-        """Bytes of the one lease for homes and shadows: an applied update makes its shadow the home of the state."""
+        """Bytes of the one lease for homes and shadows. When an update is applied, its shadow becomes the home of the
+        state."""
         return self.weights + self.states + self.shadows
 
     @property
@@ -152,8 +154,8 @@ class Layout:
     Attributes:
         units: layouts of all units, in the order of their indices.
         checksum_bytes: RAM for the checksums of the swap file, outside the arena.
-        manifest_bytes: bytes on the first path for the manifests: those that are kept and one more. The size of a
-            manifest is estimated: tracked objects are not counted.
+        manifest_bytes: bytes on the first path for the manifests of all generations that are kept, and for one more
+            manifest. The size of a manifest is estimated without tracked objects.
     """
 
     units: tuple[UnitLayout, ...]
@@ -184,7 +186,7 @@ class Layout:
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """Bytes of the weights that rest encoded: a part of weight_bytes."""
+        """Bytes of the weights that are encoded at home: a part of weight_bytes."""
         return sum(unit.local.encoded_bytes for unit in self.units)
 
     @cached_property
@@ -229,7 +231,7 @@ def _lay_out_groups(
 ) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
-            return StateLayout(0, (), 0)  # a rank's slice may contain nothing of a group
+            return StateLayout(0, (), 0)  # a rank's slice may contain no part of a group
         in_ram = unit.index in resting.in_ram
         copies = inputs.copies(changes=changes, in_ram=in_ram)
         if copies and changes and unit.index in placement.updates.spare_units:

@@ -1,9 +1,10 @@
-"""Bytes that a step is expected to move over each link, including the savings from slots.
+"""Bytes that a step is expected to move over each link, less the bytes that slots save.
 
-The forecast (plan/nvme_traffic.py) assumes that no slot outlives a pass and that each weight is used once in each
-direction. The forecast is an upper bound unless a weight is used more often (tied weights are). This module counts
-slots as the units use them (units/fetcher.py). Units are prefetched as far as memory reaches, each unit into one
-contiguous slot. The unit with the farthest next use is evicted first. This saves traffic in three ways:
+plan/nvme_traffic.py counts the bytes of a step in which no slot is kept after a pass, and each weight is used once in
+the forward and once in the backward. Its count is an upper bound unless some weights, such as tied weights, are used
+more often. This module simulates the slots in the way that units/fetcher.py uses them. Units are prefetched as long as
+there is memory, each unit into one contiguous slot. The unit with the farthest next use is evicted first. This saves
+traffic in three ways:
 
 * the last units of the forward are still on the device when the backward begins;
 * the first units are still on the device when the next pass begins, unless an update made the contents of their slots
@@ -11,7 +12,7 @@ contiguous slot. The unit with the farthest next use is evicted first. This save
 * a speculative update begins while its unit is still on the device, and needs no weights from the store.
 
 Two effects of timing are not counted. With few slots, some units are evicted before their updates begin. And a unit
-whose update is still being written stays on the device, so that another unit is evicted.
+whose update is still being written is not evicted, so that another unit is evicted instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from infinity.state.discover import HookedModule
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes that one step moves; with several ranks, those of one rank.
+    """Bytes that one step of one rank moves.
 
     Attributes:
         weights: weights read from NVMe for forward and backward.
@@ -140,9 +141,9 @@ def link_bytes(
 
 
 def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
-    """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/gathered_slots.py).
+    """Return how many fetches of a unit come from the copies that the ranks keep (sharded/gathered_slots.py).
 
-    The first fetch after an update comes from the other ranks; the copies serve all later fetches.
+    The first fetch after an update comes from the other ranks. All later fetches come from the copies.
     """
     if not inputs.secondary_bytes or unit.local.stays:
         return 0
@@ -163,7 +164,7 @@ def unit_fetches(
     limits = inputs.limits
     slotted = [unit for unit in inputs.units if _takes_slot(inputs, placement, unit)]
     speculating = speculates(inputs, placement, clips=clips)
-    # An update makes the contents of a slot on a device invalid, and of a slot that several ranks fill together.
+    # An update makes the contents of some slots invalid: slots on a device, and slots that several ranks fill together.
     in_place = limits.in_place and not limits.slice_count
     # The slot of encoded weights that rest in RAM is a copy, which an update makes invalid, too.
     copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
@@ -204,7 +205,8 @@ def _visited(
 
 
 def _from_top(inputs: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
-    """Return a test whether slots of a number of bytes come from the top of the room (tiers/slots.py)."""
+    """Return a function that tells whether a slot of a given size is allocated from the top of its memory
+    (tiers/slots.py)."""
     if inputs.limits.slice_count:
         return None
     return long_from_top(slot_bytes) if inputs.limits.in_place else unusual_from_top(sizes)
@@ -218,7 +220,7 @@ def _takes_slot(inputs: PlanInput, placement: Placement, unit: UnitBytes) -> boo
 def speculates(inputs: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
     """Return the units whose updates begin during the backward pass.
 
-    The prediction of each step is assumed to be right, or, with `clips`, all steps are assumed to clip.
+    Without `clips`, every speculative update is assumed to be right. With `clips`, all steps are assumed to clip.
     """
     updates = placement.updates
     if not worth_speculating(updates.overlap, wrong=float(clips)):

@@ -11,9 +11,9 @@ from infinity.plan.plan_input import PlanInput, UnitBytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """NVMe bytes of a step in which no slot outlives a pass.
+    """NVMe bytes of a step in which no slot is kept after a pass.
 
-    This is the count of design §4, with one more read of the weights for an update after the backward.
+    Each pass reads the weights once for the forward and once for the backward. The update reads them once more.
 
     Attributes:
         read_bytes, written_bytes: bytes of one step, without commits.
@@ -28,7 +28,7 @@ class Traffic:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step reads and writes, including its share of a commit."""
+        """Bytes that a step reads and writes, including the step's share of a commit."""
         return self.read_bytes + self.written_bytes + self.commit_share_bytes
 
 
@@ -61,7 +61,7 @@ def traffic(
 
 def gradient_traffic(inputs: PlanInput, unit: UnitBytes) -> int:
     """Return the bytes that a step writes for a unit's gradients if they spill. The step reads as many bytes."""
-    # A device sends the first of several gradients in autograd's dtype; on the CPU the first is in fp32, as the others.
+    # A device sends the first of several gradients in autograd's dtype. On the CPU, all of them are in fp32.
     widens = not (inputs.passes > 1 or inputs.config.vertical) or not inputs.limits.in_place
     first = unit.gradient_native if widens else unit.gradient_fp32
     return first + (inputs.passes - 1) * unit.gradient_fp32

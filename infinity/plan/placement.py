@@ -6,15 +6,15 @@ forward waits for the updates of the first units first. Weights have precedence 
 saves four bytes of traffic, and a byte of states saves two bytes. Gradients have precedence over both: weights and
 states never take the memory in which micro-batches add up.
 
-Gradients wait for the update in RAM as far as RAM reaches; the other gradients wait on NVMe. A gradient that spills
+Gradients wait for the update in RAM, if RAM has room for them. The other gradients wait on NVMe. A gradient that spills
 lands in a window of host memory, is written to NVMe from the window, and is read by the update. A second micro-batch
 reads the gradient back into the window and adds to it. The window has room for the two largest units, so that one
 unit's gradients land while the other unit's gradients are written.
 
-A gradient that waits in RAM in 16 bits grows to fp32 when a second micro-batch comes, and from then on it goes through
-the window, too. Every gradient without room for fp32 in RAM therefore has room in the swap file. If several passes are
-expected before each step, a gradient that waits in RAM has room for fp32 from the beginning: a 16-bit gradient would
-stay out of the swap file for the first pass only.
+A gradient that waits in RAM in 16 bits is converted to fp32 when a second micro-batch comes. From then on this gradient
+goes through the window, too. Every gradient without room for fp32 in RAM therefore has room in the swap file. If
+several passes are expected before each step, a gradient that waits in RAM has room for fp32 from the beginning: a
+16-bit gradient would avoid the swap file in the first pass only.
 
 If the caller said that a step has one pass, 16-bit gradients leave more RAM to states. Of the placements that fit, the
 planner takes the placement that moves the fewest bytes. If a second pass comes nevertheless, its gradients go through
@@ -38,7 +38,7 @@ from infinity.state.moments import Moment
 
 PIECES_MIN = 4
 """Smallest number of pieces of weights that can be on their way from NVMe to the device at once."""
-WEIGHT_SHARE_OF_DEVICE = 0.5  # the other half is for activations and the gradients of the running unit
+WEIGHT_SHARE_OF_DEVICE = 0.5  # the other half is for activations and the gradients of one unit
 
 Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
@@ -127,7 +127,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """Tiers of weights and states, and the memory that they take.
+    """Tiers of weights and states, and the memory that these need.
 
     Attributes:
         upload_bytes: host memory that weights are read into before they are copied to the device.
@@ -147,7 +147,7 @@ def place(inputs: PlanInput, room: int) -> PlacedStates:
     """Choose the tiers of weights and states.
 
     Where the config leaves the tier open, weights and states take at most `room` bytes of host memory. This limit
-    includes the states that the config itself places in RAM. Without nvme.paths no weights and states rest on NVMe.
+    includes the states that the config itself places in RAM. Without nvme.paths, all weights and states rest in memory.
     """
     fixed = inputs.trained if inputs.config.optimizer == "host" else frozenset[int]()
     weights = _place_weights(inputs, room, fixed)
@@ -182,7 +182,8 @@ def _place_states(inputs: PlanInput, room: int) -> TierSplit:
 
 
 def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
-    """Return the bytes of the largest unit on NVMe, in pieces: one piece is read while other pieces are copied.
+    """Return the bytes of the memory for uploads: the largest unit on NVMe, in pieces. One piece is read while other
+    pieces are copied.
 
     If the device has no memory of its own, return the bytes of the encoded weights of the two largest units on NVMe.
     """
@@ -200,7 +201,7 @@ def _bounce_bytes(inputs: PlanInput) -> int:
 
 
 def _host_bytes(inputs: PlanInput, weights: TierSplit, states_in_ram: frozenset[int]) -> int:
-    # weights on such a device count for memory.device, which is RAM, too
+    # weights on a device without memory of its own count for memory.device, which is RAM, too
     of_device = weights.tier == "device" and inputs.limits.in_place
     held = 0 if of_device else inputs.weight_of(weights.in_ram)
     swap = inputs.swap_bytes(weights.in_ram, states_in_ram)
@@ -217,8 +218,7 @@ class GradientPlacement:
     Attributes:
         in_ram: indices of the units whose gradients wait in RAM.
         fp32: whether gradients in RAM have room for fp32.
-        window: whether there is a window, and whether every gradient without room for fp32 in RAM has room in the swap
-            file.
+        window: whether there is a window. If so, every gradient without room for fp32 in RAM has room in the swap file.
     """
 
     inputs: PlanInput
@@ -297,7 +297,8 @@ def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacem
 
 
 def _as_many_as_fit(inputs: PlanInput, room: int) -> frozenset[int]:
-    """Return the units whose gradients fit RAM. The largest units are taken first, which makes the window smaller."""
+    """Return the units whose gradients fit RAM. The largest units are chosen first, so that the window can be
+    smaller."""
     nothing, everything = _spilled(inputs, frozenset()), _spilled(inputs, inputs.trained)
     trained = (unit for unit in inputs.units if unit.state)
     ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)

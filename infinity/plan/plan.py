@@ -26,16 +26,16 @@ _OVERLAP = {
 
 @dataclass(frozen=True)
 class TrafficForecast:
-    """Traffic of one step, if the step before had as many micro-batches and all moments are in use: of NVMe and, in
-    `moved`, of every link.
+    """Forecast of the bytes that one step moves. `moved` counts all links; the other numbers count NVMe only.
 
-    The number of bytes read is an upper bound: gradients that are still in the window when the next pass adds to them
-    are not read. The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The
-    bytes that a commit writes of the states in RAM are divided by `commit_every`.
+    The forecast assumes that the step before had as many micro-batches, and that all moments are in use. The number of
+    bytes read is an upper bound: gradients that are still in the window when the next pass adds to them are not read.
+    The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The bytes that a
+    commit writes of the states in RAM are divided by `commit_every`.
 
     Attributes:
         passes: planned number of backward passes before the step.
-        read_bytes, written_bytes: bytes of one step, including its share of a commit.
+        read_bytes, written_bytes: bytes of one step, including the step's share of a commit.
         commit_bytes: bytes of the states in RAM, all of which a commit writes; 0 if there are no commits.
         rate: bytes per second of all disks together, half reads and half writes, measured by infinity-bench; None if
             the disks were not measured, or if nothing is on NVMe.
@@ -74,7 +74,7 @@ class Plan:
         budgets: the memory that states may take, and the part of this memory that is for moving states.
         layout: every extent of the swap file and every lease of the arena.
         forecast: bytes that a step moves.
-        peers: facts about the other ranks: placement, layout and forecast cover this rank's slices only.
+        peers: facts about the other ranks. Placement, layout and forecast cover this rank's slices only.
     """
 
     device: str
@@ -88,7 +88,8 @@ class Plan:
     def needs_store(self) -> bool:
         """Whether the plan needs a store.
 
-        A rank with empty slices has no states in the store, but manifests of every generation.
+        A rank with empty slices has no states in the store. It still needs the store for the manifests of the
+        generations.
         """
         return bool(self.layout.swap.nbytes or (self.peers.slice_count and self.placement.commit_every))
 
@@ -158,7 +159,7 @@ def forecast(
 ) -> TrafficForecast:
     """Forecast the traffic of a step.
 
-    `sites` are the units that each module needs; `saves_bytes` is Forecast.saves_bytes.
+    `sites` are the units that each module needs. For `saves_bytes` see TrafficForecast.
     """
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved, usual = traffic(inputs, *in_ram), link_bytes(inputs, placement, budgets, sites)
@@ -182,7 +183,7 @@ def _rank(cut: Cut) -> str:
 
 
 def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
-    """Return the log's line on the ranks from which weights are gathered; empty if there is one rank."""
+    """Return the log's line about the ranks from which weights are gathered; empty if there is one rank."""
     if peers.cut.whole:
         return []
     if peers.near is None:
@@ -194,7 +195,7 @@ def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
 
 
 def _share(held_bytes: int, held: int, count: int) -> str:
-    """Return the log's words on the part in RAM of a state that other units have on NVMe; '' if none."""
+    """Return the log's words about the units that have a state in RAM, if other units have it on NVMe; '' if none."""
     return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
 
 
@@ -210,7 +211,8 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
 
 
 def _encoded(layout: Layout) -> str:
-    """Return the log's words on encoded weights: their number and their form; '' if no weights rest encoded."""
+    """Return the log's words about encoded weights: their number and their form; '' if no weights are encoded at
+    home."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
     codecs = " and ".join(sorted({str(group.codec) for group in groups}))
     numel = sum(spec.numel for group in groups for spec in group.specs)
@@ -218,7 +220,7 @@ def _encoded(layout: Layout) -> str:
 
 
 def _saving(forecast: TrafficForecast) -> list[str]:
-    """Return the log's line on the bytes that a step would save if its number of passes were known."""
+    """Return the log's line about the bytes that a step would save if its number of passes were known."""
     saved = forecast.saves_bytes
     return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []
 

@@ -1,4 +1,4 @@
-"""Input of the planner: the config, the limits, and the bytes that each unit's states take in any tier.
+"""Input of the planner: the config, the limits, and the bytes that each unit's states need in any tier.
 
 Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `PlanInput.copies`. The
 search for a placement and the layout use the same `GroupBytes` and `copies`.
@@ -29,9 +29,9 @@ class Limits:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that infinity keeps or stages in RAM.
         in_place: whether the device has no memory of its own, so that both budgets are RAM.
-        slice_count: number of ranks over which every unit is cut. The unit's weights are gathered in a slot for each
-            use. 0: units are not cut.
-        ranks: number of ranks that divide the machine's budgets; these limits are the part of one rank.
+        slice_count: number of ranks over which every unit is divided. The unit's weights are gathered in a slot for
+            each use. 0: units are not divided.
+        ranks: number of ranks that divide the machine's budgets. These limits are the share of one rank.
     """
 
     device: int
@@ -62,8 +62,8 @@ class GroupBytes:
 
     Attributes:
         states: bytes of each optimizer state of the group, by name; empty if the group is frozen.
-        gradient_native, gradient_fp32: bytes of the gradients in autograd's dtype, and in fp32, in which they add up; 0
-            if the group is frozen.
+        gradient_native, gradient_fp32: bytes of the gradients in autograd's dtype, and in fp32. Several gradients of a
+            parameter are added in fp32. 0 if the group is frozen.
     """
 
     group: Group
@@ -99,7 +99,7 @@ class Peers:
 
     @property
     def slice_count(self) -> int:
-        """Number of ranks over which every unit is cut (Limits.slice_count)."""
+        """Number of ranks over which every unit is divided (Limits.slice_count)."""
         return self.cut.count if self.sharded else 0
 
     @property
@@ -165,7 +165,7 @@ class PlanInput:
     Attributes:
         units: bytes of all units, in the order of their indices.
         stored: the moments that the optimizer keeps.
-        known_passes: number of backward passes before a step that the caller gave; None: not known.
+        known_passes: number of backward passes before a step, if the caller passed this number; None: not known.
         commit_every: number of steps between durable generations; 0: no generations. If the config leaves this number
             open, the planner tries several values.
         secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
@@ -192,7 +192,7 @@ class PlanInput:
 
     @cached_property
     def slots(self) -> int:
-        """Bytes of the slots that all weights together would take."""
+        """Bytes of the slots that all weights together would need."""
         return sum(unit.full.weight_bytes for unit in self.units)
 
     @cached_property
@@ -232,9 +232,9 @@ class PlanInput:
     def exchange_bytes(self) -> int:
         """Host memory for gradients on their way to the ranks that own them.
 
-        The memory is for the gradients of the two largest units: the gradients that this rank sends and those that
-        arrive from all ranks. It is also for the gradients of the units that stay, because these gradients are sent
-        last.
+        The memory has room for the gradients of the two largest units: the gradients that this rank sends, and the
+        gradients that arrive from all ranks. It also has room for the gradients of the units that stay on the device,
+        because these gradients are sent last.
         """
         if not self.limits.slice_count:
             return 0
@@ -319,9 +319,9 @@ def secondary_bytes(units: Iterable[Unit], near: Cut) -> int:
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:
-    """Return the indices of those (index, bytes) that fit `room` together, chosen in order.
+    """Choose pairs (index, bytes) in order, as far as they fit `room` together. Return the indices of the chosen pairs.
 
-    Those that do not fit are skipped.
+    A pair that does not fit is skipped.
     """
     chosen = set()
     for index, nbytes in costs:

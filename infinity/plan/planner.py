@@ -2,21 +2,22 @@
 fit.
 
 [Note: who gets memory first]
-memory.host is divided in this order. Each part gets what the earlier ones leave:
+memory.host is divided in this order. Each part gets memory that the earlier parts leave:
 
-1. what ranks exchange and keep for each other (`PlanInput.ranks_bytes`);
-2. gradients, or the window that they land in, with the staging of updates: placements are tried, the best first; for
-   each the staging that suits the budget, then the smallest (`_fitting`). The first pair that leaves enough for all
-   that must be in RAM is taken, or a later one that moves fewer bytes (`_place`);
+1. gradients that ranks exchange, and copies of weights that ranks keep for each other (`PlanInput.ranks_bytes`);
+2. gradients, or the window in which they land, together with the staging of updates. Placements of gradients are tried,
+   the best first. Each is tried with the staging that suits the budget, then with the smallest staging (`_fitting`).
+   The planner takes the first pair that leaves enough memory for everything that must be in RAM, or a later pair with
+   which a step moves fewer bytes (`_place`);
 3. the bounce buffer of gradients and the memory for uploads, then weights, then the optimizer's states (placement.py:
-   place). If some states go to NVMe, both get less, by the shadows that new weights in RAM need (`shadow_wanted`);
+   place). If some states go to NVMe, weights and states leave some memory to shadows for new weights (`shadow_wanted`);
 4. shadows for new weights, and the checksums of second copies (`reserve`);
-5. host copies of weights that updates take from the device (`copies_bytes`);
+5. host copies of weights that are copied from the device for updates (`copies_bytes`);
 6. states that are read ahead (`ahead_bytes`);
 7. shadows of updates whose states rest in RAM (`reserve_in_ram`).
 
-memory.device is for slots, the ring, and weights that wait to be decoded: the ring is the longest that leaves enough
-for the slots (budgets.py: device_bytes).
+memory.device is for slots, the ring, and weights that wait to be decoded. The ring is as long as possible while it
+leaves enough memory for the slots (budgets.py: device_bytes).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def make_plan(
     )
 
     if fits_slots(units, limits):
-        peers = replace(peers, near=None)  # weights that stay in their slots until their update are gathered only once
+        peers = replace(peers, near=None)  # weights that are in their slots until their update are gathered only once
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: CommitFrequency) -> Plan:
@@ -223,7 +224,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS)
 
 @dataclass(frozen=True)
 class _Choice:
-    """A placement of everything, and the update's memory."""
+    """A placement of gradients, weights and states, and the memory for updates."""
 
     inputs: PlanInput
     staging: UpdateStaging
@@ -247,7 +248,8 @@ class _Choice:
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of host memory left for shadows of states in RAM; at most the bytes that all their updates need."""
+        """Bytes of host memory left for shadows of states in RAM; at most as many bytes as the updates of all such
+        states need."""
         used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.inputs.ranks_bytes
         return min(self.inputs.limits.host - used, wanted_in_ram(self.inputs, self.placed, self.gradients))
 
@@ -267,10 +269,10 @@ def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
 
 
 def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
-    """Return whether the placement `other` has no disadvantage against `first` except the room that it takes.
+    """Return whether `other` may replace `first`: it has no disadvantage but its size on the disks, and fits the disks.
 
     If gradients can add up with `first`, they must be able to add up with `other`, too: a second pass may come although
-    the caller said that none comes, and one pass alone may produce several gradients of a parameter (reentrant
+    the caller said that there is one pass. And one pass may produce several gradients of a parameter (reentrant
     checkpoints that use the same parameter). The disks must have room for the bytes that the placement adds to the swap
     file.
     """

@@ -30,9 +30,9 @@ def to_prefetch(
 ) -> Iterator[tuple[int, int]]:
     """Yield (visits from now, unit) for the units to prefetch, nearest first.
 
-    Units are counted in the order of their next use, until the room is full: the first unit that does not fit ends the
-    list. Each unit counts with its bytes, whether it is on the device, in flight, or waiting for an update that is
-    still being computed. The list therefore does not depend on the progress of the updates.
+    Units are counted in the order of their next use. The first unit that does not fit ends the list. A unit counts with
+    the same bytes whether it is on the device, in flight, or waiting for an update that is still being computed. The
+    list therefore does not depend on the progress of the updates.
 
     Args:
         trace: the visits of this iteration.
@@ -55,16 +55,19 @@ def to_prefetch(
 
 
 def long_from_top(room: int) -> Callable[[int], bool]:
-    """Return a test whether slots of a number of bytes come from the top of the room in host memory.
+    """Return a function that tells whether a slot of a given size is allocated from the top of the slots' host memory.
 
-    Long slots come from the top, so that long and short slots do not fragment each other's space.
+    Long slots are allocated from the top, so that long and short slots do not fragment each other's space.
     """
     long_bytes = room // 4
     return lambda nbytes: nbytes > long_bytes
 
 
 def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
-    """Return a test whether a slot's size in bytes is unusual: such slots come from the top of the room on a device."""
+    """Return a function that tells whether a slot's size is unusual.
+
+    Slots of an unusual size are allocated from the top of the slots' device memory.
+    """
     counts = Counter(sizes)
     usual_bytes = max(counts, key=lambda nbytes: (counts[nbytes], nbytes), default=0)
     return lambda nbytes: nbytes != usual_bytes
@@ -74,14 +77,16 @@ def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
 
 
 def victims(present: Iterable[int], trace: VisitTrace, distance: int | None) -> Iterator[int]:
-    """Return the units that may be evicted, the farthest next use first; equal units in the order of `present`.
+    """Return the units that may be evicted, the farthest next use first.
+
+    Units with an equal next use are in the order of `present`.
 
     Args:
         present: units on the device, by index.
         trace: the visits of this iteration.
-        distance: number of visits from now until the unit that needs room is used. Only units with a later use are
-            evicted, and never the unit of the last visit. None: the unit that needs room is used now, and any unit may
-            be evicted.
+        distance: number of visits until the unit that needs memory is used. Only units with a later use are evicted,
+            and never the unit of the last visit. None: the unit that needs memory is used now, and any unit may be
+            evicted.
     """
     beyond, last = (-1, None) if distance is None else (distance, trace.last)
     later = [(use, index) for index in present if index != last and (use := trace.next_use(index)) > beyond]

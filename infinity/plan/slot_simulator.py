@@ -1,7 +1,7 @@
 """Simulation of a step, visit by visit: the units that the step fetches, and the units that have a slot at its end.
 
 The simulation follows units/fetcher.py, with the same policy but without time. At each visit the used unit is fetched
-first. After that, the units that are used next are fetched as far as there is room.
+first. After that, the units that are used next are fetched as long as there is room.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from infinity.plan.visit_trace import VisitTrace
 from infinity.state.discover import HookedModule
 
 _STEPS_MAX = 16
-"""Largest number of simulated steps until two consecutive steps are alike; otherwise the mean of the last half
-counts."""
+"""Largest number of simulated steps. If no two consecutive steps are alike by then, the mean of the last half of the
+steps is used."""
 
 
 @dataclass
@@ -51,12 +51,12 @@ class SlotSimulator:
     """Simulation of consecutive steps with the same visits.
 
     Args:
-        visits: pairs of a unit and whether the visit belongs to a forward, in order.
+        visits: pairs (unit, whether the visit belongs to a forward), in the order of the visits.
         sizes: bytes of each unit's slot.
         room: bytes of all slots together.
-        from_top: test whether slots of a number of bytes come from the top of the room. Each slot is contiguous: for a
-            large unit, the free room can be enough in total but have no part that is long enough. None: only the total
-            of free bytes is checked, which is correct for several ranks.
+        from_top: function that tells whether a slot of a given size is allocated from the top of the memory. Slots are
+            contiguous, so there may be enough free bytes for a large unit, but no free range that is long enough. None:
+            only the total of free bytes is checked, which is correct for several ranks.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class SlotSimulator:
                 return
 
     def _fetch(self, index: int, *, forward: bool, distance: int | None) -> bool:
-        """Fetch a unit, and evict units for it that are used more than `distance` visits from now (None: any unit)."""
+        """Fetch a unit. To make room, evict units that are used more than `distance` visits from now (None: any
+        unit)."""
         slots = self._slots
         while not slots.try_enter(index, self._sizes[index]):
             victim = next(victims(slots.there, self._trace, distance), None)

@@ -1,17 +1,17 @@
 """Memory for speculative updates: second copies of states on NVMe, and shadows for the new values of states in RAM.
-This module also plans the memory into which states are read ahead for updates that do not speculate.
+This module also plans the memory for reading states ahead, for updates that do not speculate.
 
 If every step makes a generation, each state has a second copy anyway. If generations are not kept, second copies are
-reserved as far as the disks reach. The copies of the model's last units have precedence, because the gradients of these
-units arrive first.
+reserved for as many units as the disks have room for. The copies of the model's last units have precedence, because the
+gradients of these units arrive first.
 
 [Note: speculation in RAM]
 An update whose states rest in RAM has no transfers to hide. Speculation hides the update's computation behind the
 backward pass, and needs memory for everything that the update changes. This is worthwhile if another processor computes
 the backward pass. If the model computes in host memory, the backward and the update use the same cores. In this case,
 updates of states in RAM speculate only if the config asks for during_backward. Shadows of states in RAM get only memory
-that has no other use: states that could rest on NVMe gain more from RAM, and shadows never take RAM from states. If the
-memory for shadows is short, it goes to units that are spread evenly over the model (`spread_out`).
+that has no other use, because keeping more states in RAM saves more time. If there is too little memory for all
+shadows, units that are spread evenly over the model get shadows (`spread_out`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from infinity.plan.placement import GradientPlacement, PlacedStates, UpdateTimin
 from infinity.plan.plan_input import PlanInput, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
-_SHADOW_SHARE = 0.5  # share of the weights that get shadows, if the other memory could cache states
-_AHEAD_SHARE = 1 / 2  # share of the states that is read ahead: the rest is read while this share is updated and written
+_SHADOW_SHARE = 0.5  # share of the weights that get shadows, if the memory could also cache states
+_AHEAD_SHARE = 1 / 2  # share of the states that is read ahead; the others are read while this share is updated
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _none(reason: str) -> SpeculationMemory:
 
 
 def _copy_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
-    """Return the bytes of a second copy of those states in the swap file that a unit's update changes."""
+    """Return the bytes of a second copy, in the swap file, of the states that a unit's update changes."""
     state = 0 if unit.index in placed.optimizer.in_ram else unit.state
     return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
 
@@ -192,7 +192,8 @@ def _reach(inputs: PlanInput, swap_bytes: int, room: int) -> int:
 
 
 def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
-    """Return the host memory that shadows get before cached states; 0 if shadows and states do not compete."""
+    """Return the host memory that is reserved for shadows before states are kept in RAM; 0 if states do not need this
+    memory."""
     config = inputs.config
     if not policy.worth_speculating(config.overlap, wrong=0):
         return 0
@@ -224,7 +225,7 @@ def _lent_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, shadow
     """Return the bytes of the tiles that fit the shadows.
 
     Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
-    tile lends nothing.
+    tile adds nothing to the staging.
     """
     lent = 0
     for unit in inputs.units:

@@ -10,11 +10,11 @@ from itertools import islice
 class VisitTrace:
     """The visits of one iteration, and a prediction of these visits.
 
-    The first prediction is a given order; later predictions are the visits of the last iteration. The trace has a
-    position in the prediction. If a visit is not the predicted one, the unit is searched for from the position on
-    (visits were skipped) and after that from the start (visits were repeated). A visit of a unit that is not in the
-    prediction leaves the position unchanged. Every visit is recorded, so that a changed order is learned within one
-    iteration.
+    The first prediction is the order that the constructor gets. Later predictions are the visits of the last iteration.
+    The trace has a position in the prediction. If a visit differs from the prediction, the unit is searched for from
+    the position onwards, because visits may have been skipped, and then from the start, because visits may have been
+    repeated. A visit of a unit that is not in the prediction leaves the position unchanged. Every visit is recorded, so
+    that a changed order is learned within one iteration.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
