@@ -1,9 +1,9 @@
-"""C++ core: bytes, files and arithmetic. It knows no torch, no CUDA and no units. The only Python objects that it knows
-are buffers.
+"""C++ core: bytes, files and arithmetic.
 
-Every buffer argument is a contiguous object with the buffer protocol (memoryview, numpy array). If a buffer is not
-suitable, a `ValueError` names the problem (size, alignment, read-only). An argument that is not a buffer raises
-`TypeError`. Calls that wait or compute release the GIL.
+The core does not know torch, CUDA or units. The only Python objects that it reads are buffers. Every buffer argument is
+a contiguous object with the buffer protocol (memoryview, numpy array). A buffer of the wrong size or alignment, or a
+read-only buffer, raises a `ValueError` that names the problem. An argument that is not a buffer raises `TypeError`.
+Calls that wait or compute release the GIL.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,7 @@ WeightCodec = Literal["nf4", "nf4_fp32", "int8", "int8_rows"]
 IOClassName = Literal["weights", "activations", "states", "writeback"]
 
 class Arena:
-    """One anonymous mapping of exactly `nbytes` bytes, aligned to 2 MiB. A page becomes resident when it is first
-    used."""
+    """One anonymous, 2 MiB-aligned mapping of exactly `nbytes` bytes; pages are touched on first use."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, numa_node: int = -1) -> None: ...
     @property
@@ -46,29 +45,27 @@ class Arena:
     @property
     def huge_pages(self) -> bool: ...
     def touch(self, pool: ThreadPool) -> None:
-        """Make all pages resident, with all threads of the pool. The contents of the pages do not change."""
+        """Make all pages resident, using all threads. The content of the pages does not change."""
     def give_back(self) -> None:
-        """Return the pages to the system. Their contents are lost, and the pages then read as zeros."""
+        """Return the pages to the system. The content of the pages is lost, and they read as zeros afterwards."""
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return a writable view of bytes [offset, offset + nbytes), with format 'B'. The view keeps the mapping
-        alive."""
+        """Return a writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
 
 class File:
-    """Swap file, opened with O_CLOEXEC | O_NOFOLLOW and mode 0600. If the file system supports O_DIRECT in blocks of 4
-    KiB, the file is opened with O_DIRECT, too.
+    """Swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, and O_DIRECT if the file system supports it in 4 KiB blocks.
 
     Raises:
-        OSError: the file cannot be opened; the error has errno and filename.
+        OSError: with errno and filename.
     """
 
     def __init__(self, path: str, *, create: bool = False, direct: bool = True, numa_node: int = -1) -> None: ...
     @staticmethod
     def striped(files: Sequence[File], shares: Sequence[int], stripe_bytes: int) -> File:
-        """Combine several files to one striped file. Of each cycle of sum(shares) stripes, files[i] has shares[i]
-        stripes, evenly spread over the cycle.
+        """Combine several files into one striped file. Of each sum(shares) stripes, files[i] has shares[i], evenly
+        spread.
 
         Raises:
-            ValueError: there are no files, or more than 64; a share is not between 1 and 1024; `stripe_bytes` is not a
+            ValueError: there is no file, or there are more than 64; a share is outside 1…1024; or stripe_bytes is not a
                 multiple of 4 KiB.
         """
     @property
@@ -81,36 +78,35 @@ class File:
         """Alignment of memory and of offsets that direct I/O on the first member needs (STATX_DIOALIGN); 1 without
         direct I/O."""
     def member_bytes(self, member: int, nbytes: int) -> int:
-        """Return how many of the first `nbytes` bytes of the striped file are in `member`."""
+        """Return how many of the first `nbytes` bytes are in `member`."""
     def preallocate(self, nbytes: int) -> None:
-        """Reserve the blocks of every member. If this fails, the reserved blocks are freed and OSError is raised
-        (ENOSPC, …)."""
+        """Reserve the blocks of every member. On an error, free the reserved blocks and raise OSError (ENOSPC, …)."""
     def keep_checksums(self, nbytes: int) -> None:
-        """From now on, remember a checksum of each page that is written, and check each page that is read.
+        """Remember a checksum of each page that is written from now on. Compare each page that is read with its
+        checksum.
 
-        All requests must be within the first `nbytes` bytes. A page that was never written must read as zeros. Call
-        this before the first request.
+        Requests must be within the first `nbytes` bytes. Pages that were never written must read as zeros. Call this
+        method before the first request.
         """
     def locate(self, offset: int) -> tuple[str, int]:
-        """Return the path of the member that contains a byte, and the byte's offset in this member."""
+        """Return the path of the member that holds a byte, and the byte's offset in that member."""
     def remember(self, offset: int, data: Buffer) -> None:
-        """Record the checksums of complete pages that the file contains from `offset` on. Later reads are compared with
-        these checksums."""
+        """Record these complete pages as the file's content from `offset` on; later reads are checked against it."""
     def block_sums(self, offset: int, nbytes: int) -> bytes:
-        """Return one little-endian 64-bit sum of checksums for each 256 KiB of complete pages; b'' if the file keeps no
+        """Return one little-endian 64-bit sum of checksums for each 256 KiB of complete pages; b'' without
         checksums."""
     def close(self) -> None:
-        """Close the descriptor when no request uses it any more. A second call does nothing."""
+        """Close the descriptor once no request uses it. Idempotent."""
 
 class Failure:
-    """Cause of a failed request. `errno` is 0 if no system call failed.
+    """Cause of the failure of a request. `errno` is 0 if no system call failed.
 
     The kinds are:
         io: the device or the system reported an error.
         corruption: a page differs from its checksum.
-        timeout: the disk did not answer before the deadline, and may still use the memory.
-        canceled: the engine was closed before the request was done.
-        device: the runtime of the device that computes (the GPU) reported an error.
+        timeout: the engine no longer waits for the device, which may still use the memory.
+        canceled: the engine was closed first.
+        device: the runtime of the compute device returned an error.
     """
 
     kind: Literal["io", "corruption", "timeout", "canceled", "device"]
@@ -123,32 +119,36 @@ class Failure:
     message: str
 
 class IOFuture:
-    """Result of one request. The future keeps a reference to the request's buffers. When the future is freed, the
-    destructor waits until the buffers are not in use.
+    """Result of one request.
 
-    After a timeout the disk may still use the buffers, so they are never freed.
+    The future keeps a reference to the buffers of the request. If the future is freed, it first waits until the buffers
+    are no longer in use. After a timeout the device may use the buffers forever, so the buffers are never freed.
     """
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait without the GIL, and return whether the request is done. Python's signal handlers (Ctrl-C) run during
-        the wait."""
+        """Wait without the GIL, and return whether the request was done in time. Signals such as Ctrl-C are handled."""
     def failure(self) -> Failure | None:
         """Return the failure; None if the request succeeded. Raises RuntimeError if the request is not done."""
 
 class Fault:
-    """Fault for tests. It affects `repeat` block operations, beginning with the operation number `index`.
+    """Fault to inject into `repeat` block operations, beginning with operation `index`.
 
-    error: the operation fails with `errno`; cut: only half of the bytes are moved; flip: one bit is wrong; stale: a
-        write does not change the file, or a read does not change the memory, and both report success; misdirect: the
-        block next to the right one is moved; delay: the operation completes after operations that were submitted later;
-        shuffle: half of the operations complete after up to 16 others, and the device pauses now and then, at random
-        from `seed`; lose: the operation never completes; kill, kill_after: SIGKILL before the operation is submitted,
-        or when it is complete.
+    The kinds are:
+        error: the operation fails with `errno`.
+        cut: only half of the block is moved.
+        flip: one bit is wrong.
+        stale: nothing is moved, but the operation reports success.
+        misdirect: the block next to the right one is read or written.
+        delay: the operation completes after operations that were submitted later.
+        shuffle: half of the operations complete after up to 16 others, and the device pauses at times; both are random,
+            from `seed`.
+        lose: the operation never completes.
+        kill, kill_after: the process gets SIGKILL before the operation is submitted, or when it is complete.
 
-    Only operations of the named kind ("read", "write", "sync"; "" means all) that begin within [begin, end) of their
-    file are affected and counted. A sync moves no data, so only error, stale (the sync is not done, but reported as
-    done), delay, shuffle, lose, kill and kill_after affect it.
+    Only operations of the named kind ("read", "write", "sync"; "" means all kinds) that begin within bytes [begin, end)
+    of their file are counted. A sync moves no data. Only the faults error, stale (reported as done, but not done),
+    delay, shuffle, lose, kill and kill_after change a sync.
     """
 
     def __init__(
@@ -167,18 +167,18 @@ class Fault:
 class IOEngine:
     """Engine that splits requests of any size into block transfers, and returns a future for each request.
 
-    Each device has one queue, thread and ring.
+    Each device has its own queue, its own thread and its own ring.
 
     Args:
-        queue_depth, in_flight_bytes: limits of the blocks and of the bytes in flight on each device. Other I/O classes
-            than 'weights' use at most three quarters of each limit.
-        threads: number of threads for each device, in the thread engine.
-        deadline_s: seconds that a block may be in flight. After that, infinity no longer waits for the device, and all
-            its present and later requests fail.
+        queue_depth, in_flight_bytes: largest number of blocks, and of bytes, in flight per device. I/O classes other
+            than 'weights' use at most three quarters of each number.
+        threads: number of threads per device, for the engine 'threads'.
+        deadline_s: seconds that a block may be in flight. If a block takes longer, all present and later requests of
+            its device fail.
 
     Raises:
         OSError: the engine is 'io_uring', and the kernel refuses io_uring; the message says why and what to do.
-        ValueError: the engine is unknown, the depth is 0, or the block size is not a multiple of 4 KiB.
+        ValueError: the engine is unknown, the queue depth is 0, or the block is not a multiple of 4 KiB.
     """
 
     def __init__(
@@ -213,11 +213,10 @@ class IOEngine:
         Args:
             file: the file to read.
             offset: bytes from the start of the file.
-            into: memory for the bytes; nothing may use it until the request is done.
+            into: destination. It must not be used until the request is done.
             io_class: priority class.
-            verify: whether the pages are compared with the checksums of the written pages.
-            after: request that must be done before this read starts. If the request fails, the read fails with the same
-                failure.
+            verify: compare the pages with the checksums of the data that was written.
+            after: request after which the read starts. If this request fails, the read fails with the same failure.
         """
     def write(
         self,
@@ -233,50 +232,47 @@ class IOEngine:
         Args:
             file: the file to write to.
             offset: bytes from the start of the file.
-            data: the bytes; nothing may change them until the request is done.
+            data: the bytes to write. They must not be changed until the request is done.
             io_class: priority class.
-            after: request that must be done before this write starts. The write writes what `data` contains at that
-                time. If the request fails, the write fails with the same failure and has written nothing.
+            after: request after which the write starts. The write uses the contents that `data` has at that time. If
+                this request fails, the write fails with the same failure and writes nothing.
         """
     def sync(self, file: File) -> IOFuture:
         """Start an fdatasync of every member.
 
-        When the sync is done, all writes that were complete before this call survive a power cut. After a failed sync
-        it is unknown which of these writes survive, and a second sync may succeed without writing anything.
+        Once the sync is done, writes that were complete before this call survive a power cut. After a failure it is
+        unknown which of these writes survive, and a second sync may report success without having written anything.
         """
     def register_memory(self, memory: Buffer) -> str:
-        """Register pages with the kernel, which makes transfers cheaper. The pages must remain mapped as long as the
-        engine is open.
+        """Register memory with the kernel, which makes transfers cheaper.
 
-        Returns '', or the reason why the kernel refused (memlock). After a refusal, transfers only take more processor
-        time.
+        The memory must stay mapped while the engine is open. Returns '', or why the kernel refused (memlock). A refusal
+        only costs processor time.
         """
     def counters(self) -> dict[str, int]:
         """Return read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
 
-        busy_ns is the time with a block in flight, on the device for which this time is longest. in_flight is the
-        present number of blocks in flight.
+        busy_ns is the time with a block in flight on the busiest device. in_flight is the present number of blocks in
+        flight.
         """
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
-        """Start or stop the recording of requests that end. After `events_max` requests, further requests are only
-        counted."""
+        """Start or stop recording each request that ends. Requests beyond `events_max` are only counted."""
     def take_trace(self) -> tuple[bytes, int]:
         """Return the events since the last call as `io.events.IO_EVENT` structs, and the number of dropped events.
 
         Every request whose future is done is included.
         """
     def close(self) -> None:
-        """Wait for requests in flight and stop the threads. Queued requests fail with ECANCELED. A second call does
-        nothing.
+        """Wait for requests in flight and stop the threads. Queued requests fail with ECANCELED. Idempotent.
 
-        Does not wait for a device that did not answer before the deadline.
+        The method does not wait for a device whose deadline has passed.
         """
 
 class ThreadPool:
     """Threads that compute.
 
     Args:
-        threads: number of threads, including the thread that calls.
+        threads: number of threads, including the calling thread.
         nice: niceness of the threads, relative to the other threads of this process.
     """
 
@@ -284,36 +280,34 @@ class ThreadPool:
     @property
     def threads(self) -> int: ...
     def close(self) -> None:
-        """Stop the threads when no work uses them any more. A second call does nothing. A later use of the pool raises
-        ValueError."""
+        """Stop the threads once no work uses them. Idempotent. A later use of the pool raises ValueError."""
 
 BLOCK_NUMEL: int
-"""Number of elements that have a common scale and common random bits. Parameters begin at multiples of this number."""
+"""Number of elements with a common scale and common random bits. Every parameter begins at a multiple of this
+number."""
 CUT_NUMEL: int
-"""Number of elements that divides the length of every tile."""
+"""Divisor of the number of elements of every tile."""
 CHUNK_NUMEL: int
-"""Number of elements that divides the length of a tile with int8 moments, unless the tile is the complete job."""
+"""Divisor of the number of elements of a tile with int8 moments, unless the tile is the complete job."""
 
 def task_numel() -> int:
-    """Return the number of elements that a thread updates at a time. The states of so many elements fit into half of a
-    core's L2 cache."""
+    """Return the number of elements that a thread updates at a time. Their data fits half of a core's L2 cache."""
 
 def moment_bytes(moments: MomentsName, numel: int) -> int:
     """Return the bytes of the first `numel` elements of a moment."""
 
 class Segment:
-    """Elements [begin, end) of one parameter, with their hyperparameters.
+    """Range of elements [begin, end) with the same hyperparameters: one parameter.
 
     Args:
         rule: optimizer rule of the step. Hyperparameters that the rule does not use are ignored.
-        beta1: first coefficient of Adam and Lion; the momentum of sgd.
+        beta1: momentum, for sgd.
         step: number of the step, from 1.
-        index: number of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL. Together with
-            `seed` and `step`, it is the key of the random numbers for stochastic rounding.
-        skip: whether the elements are left unchanged.
-        fresh: whether the moments start with this step, so that the contents of their buffers are ignored; None: this
-            is so if `step` is 1.
-        grad_scale: factor by which the gradient is multiplied before anything else.
+        index: position of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL. The random bits
+            of stochastic rounding depend on `index`, `seed` and `step`.
+        skip: leave the elements unchanged.
+        fresh: start the moments with this step, and ignore the contents of their buffers; None: do so if `step` is 1.
+        grad_scale: factor by which the gradient is multiplied first.
     """
 
     begin: int
@@ -343,15 +337,14 @@ class Segment:
         grad_scale: float = 1.0,
     ) -> None: ...
     def at(self, begin: int, end: int, *, step: int, index: int, fresh: bool, grad_scale: float) -> Segment:
-        """Return a segment with the same rule and hyperparameters for other elements."""
+        """Return a segment with the same rule for other elements."""
 
 def supported_isas() -> list[str]:
-    """Return the instruction sets that this processor and this build support, the best one last: 'baseline', 'avx2',
-    'avx512'; 'neon'."""
+    """Return the instruction sets of this processor and build, best last: 'baseline', 'avx2', 'avx512'; 'neon'."""
 
 def select_isa() -> str:
-    """Return the best instruction set, or the one that the environment variable INFINITY_ISA names. Raises ValueError
-    if the named one is unknown or not supported."""
+    """Return the best instruction set, or the value of INFINITY_ISA. Raises ValueError if this value is unknown or not
+    supported."""
 
 def optimizer_update(
     weight: Buffer,
@@ -368,30 +361,28 @@ def optimizer_update(
     pool: ThreadPool,
     isa: str | None = None,
 ) -> bool:
-    """Compute one optimizer step on the elements of `weight`, with all states in memory. Return False if a new weight
-    or moment is not finite.
+    """Compute one step in memory on the elements of `weight`. Return False if a new weight or moment is not finite.
 
     Raises:
-        ValueError: the form of the master is not possible for the weight's dtype; a buffer is missing, short,
-            read-only, misaligned or overlaps another one; or the segments are not sorted, not disjoint or not within
-            the buffers.
+        ValueError: the form of the master does not fit the weight's dtype; a buffer is missing, short, read-only,
+            misaligned or overlaps another; or the segments are not sorted, disjoint and within the buffers.
     """
 
 def sums_of_squares(
     data: Buffer, dtype: DTypeName, pool: ThreadPool, isa: str | None = None, *, first: int = 0
 ) -> list[float]:
-    """Return partial sums Σ x² in double, one for each 65,536 elements.
+    """Return the sum of squares of each part of 65,536 elements, in double precision.
 
-    The result is the same for any number of threads and instruction set.
+    The result is the same for any number of threads and any instruction set.
 
     Args:
         data: the elements.
-        dtype: their dtype.
+        dtype: dtype of the elements.
         pool: threads to compute with.
         isa: instruction set; None: `select_isa()`.
-        first: index of the first element of `data` in a larger array. A partial sum begins at each multiple of 65,536
-            elements of this array. If the array is divided at such multiples, its parts therefore have the same partial
-            sums.
+        first: index of the first element of `data` in a larger array. Each part begins at a multiple of 65,536 in the
+            larger array. So the sums of an array can also be computed piece by piece, if the pieces begin at such
+            multiples.
     """
 
 def land_gradient(
@@ -405,18 +396,16 @@ def land_gradient(
     isa: str | None = None,
     first: int = 0,
 ) -> list[float]:
-    """Compute dst = src, or dst += src. Return the result of sums_of_squares for the new dst, which is computed in the
-    same pass over memory.
+    """Compute dst = src, or dst += src. Return the sums_of_squares of the new dst, computed in the same pass.
 
-    dst has the dtype of src or is fp32. If src is added, dst must be fp32.
+    dst has the dtype of src, or is fp32. If src is added, dst must be fp32.
     """
 
 def read_modify_write(a: Buffer, b: Buffer, c: Buffer, d: Buffer, pool: ThreadPool, isa: str | None = None) -> None:
-    """Compute a += d, b += d, c += d in fp32, to measure the speed of memory. This is the memory traffic of AdamW, 28
-    bytes for each element."""
+    """Compute a += d, b += d, c += d in fp32. The memory traffic is that of AdamW, 28 bytes per element."""
 
 def widen_in_place(data: Buffer, dtype: DTypeName, numel: int) -> None:
-    """Convert the first `numel` 16-bit values of `data` to `numel` fp32 values at the same place."""
+    """Convert the first `numel` 16-bit values of `data` to fp32, in place."""
 
 def encode_split16(master: Buffer, weight: Buffer, residual: Buffer) -> None: ...
 def decode_split16(weight: Buffer, residual: Buffer, master: Buffer) -> None: ...
@@ -439,24 +428,23 @@ class UpdateFuture(IOFuture):
         """Whether all new weights and moments that were computed so far are finite."""
     @property
     def computed(self) -> IOFuture:
-        """Future that is done when all new values are computed.
+        """Future that is done once all new values are computed.
 
-        The states in memory are then new, and the gradients are not read any more, but writes may still be in flight.
-        If the update fails before that, this future fails, too.
+        The states in memory then have their new values, and the gradients are no longer read, but writes may be in
+        flight. If the update fails before, this future fails, too.
         """
     @property
     def weights(self) -> IOFuture:
-        """Future that is done when the new weights are in memory and in the file. If the update fails before that, this
-        future fails, too."""
+        """Future that is done once the new weights are in memory and in the file. It fails like `computed`."""
 
 class StateStream:
-    """Location of one state of a job: in memory, in a file, or in both. If it is in both, the values in memory are
-    read, and new values are written to both.
+    """Location of one state of a job: in memory, in a file, or in both.
+
+    If a state is in both, the memory has the current values, and new values are written to both.
 
     Args:
-        offset, write_offset: offsets in the file at which the state is read and written; None: the state is written
-            where it is read.
-        source: memory with the current values, which are not changed. The new values are written to `memory` and to the
+        offset, write_offset: offsets in the file at which the state is read, and written; None: the same offset.
+        source: memory with the current values, which is not changed. The new values are written to `memory` and the
             file. Not for gradients.
     """
 
@@ -471,10 +459,9 @@ class StateStream:
     ) -> None: ...
 
 class UpdatePipeline:
-    """Pipeline of updates. It reads states, computes the optimizer's rule and writes states, tile by tile. The three
-    parts run concurrently on C++ threads.
+    """Pipeline of updates: C++ threads concurrently read states, compute new values and write states, tile by tile.
 
-    Jobs are processed in the order in which they are submitted.
+    Jobs are done in the order in which they are submitted.
     """
 
     def __init__(
@@ -492,7 +479,7 @@ class UpdatePipeline:
             engine: engine that moves the states.
             pool: threads that compute.
             staging: memory for at least two tiles more than `ahead_tiles_max`.
-            tile_numel: elements of a tile.
+            tile_numel: number of elements of a tile.
             tile_bytes: bytes of a tile in the staging (`staging_tile_bytes`).
             ahead_tiles_max: largest number of tiles that may be read ahead.
             isa: instruction set; None: `select_isa()`.
@@ -501,8 +488,8 @@ class UpdatePipeline:
     def staging_tile_bytes(
         numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
     ) -> int:
-        """Return the bytes of a tile of `numel` elements whose states are in a file. With `gradients`, the gradients
-        are in a file, too."""
+        """Return the bytes of a tile of `numel` elements. All states, and with `gradients` also gradients, are in a
+        file."""
     def submit(
         self,
         *,
@@ -535,26 +522,26 @@ class UpdatePipeline:
             grad_dtype: dtype of the gradients.
             segments: hyperparameters, by ranges of elements.
             weight: location of the weights.
-            residual: location of the residual, if the master has one.
+            residual: location of the residual, if the master has a residual.
             exp_avg: location of the first moment; may be omitted if no segment's rule uses it.
             exp_avg_sq: location of the second moment; may be omitted if no segment's rule uses it.
             grad: the gradients, or their location.
-            whole: whether all elements are moved, not only those of segments, because the states are written to another
+            whole: write all elements, not only the elements of segments, because the states are written to another
                 place.
-            arithmetic: whether new values are computed; False: the states are read and written back unchanged, to
-                measure only the transfers.
-            tag: any number below 2^64. The trace records it with the job's tiles and their transfers.
-            unit: unit to which the job belongs.
-            speculative: whether the job is processed before the jobs of units that have not begun.
-            ahead: a job of `read_ahead`, of the same format and size. The new job takes over the tiles that this job
-                has read; if this job has failed, the new job fails with the same failure.
-            after: futures, such as gradients in flight from the device. The job is held until they are done, and then
-                queued. If one of them fails, the job fails with the first failure. While the job is held, `ahead`
-                continues to read. If the held job fails, `ahead` fails as canceled.
+            arithmetic: if false, read the states and write them back unchanged, to measure the traffic alone.
+            tag: any number below 2^64. The trace records the number with the job's tiles and transfers.
+            unit: unit that the job belongs to.
+            speculative: put the job before the jobs of units that have not begun.
+            ahead: a job of `read_ahead`, of the same format and size. The new job takes over the tiles that `ahead` has
+                read. If `ahead` failed, the new job fails with the same failure.
+            after: futures, such as the futures of gradients in flight from the device. The job is queued once all of
+                them are done. A speculative job is then put before the jobs of units that have not begun by that time.
+                If one of the futures fails, the job fails with the same failure. Until the job is queued, `ahead`
+                continues to read; if the job fails before, `ahead` fails as canceled.
 
         Raises:
-            ValueError: the job is inconsistent; its tiles do not fit into the staging; or `ahead` was taken over
-                before, or belongs to a job that is held.
+            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` already belongs to another
+                job.
         """
     def read_ahead(
         self,
@@ -571,39 +558,36 @@ class UpdatePipeline:
     ) -> UpdateFuture:
         """Start to read a job's tiles before the job is decided.
 
-        Tiles are read while no other job has tiles to read, up to the number `ahead_tiles_max`. All states in the
-        arguments must be in a file. Nothing may change these states until `submit` takes the job over, or the job is
+        Tiles are read while no other job has tiles to read, up to `ahead_tiles_max` tiles. All states that are passed
+        must be in a file. Nothing may change these states until `submit` takes over the job, or until the job is
         withdrawn.
         """
     @property
     def ahead_tiles_max(self) -> int:
         """Largest number of tiles that may be read ahead."""
     def lend(self, memory: Buffer) -> None:
-        """Add memory to the staging until `reclaim` is called. The number of tiles that may be read ahead increases by
-        the number of tiles that fit into the memory."""
+        """Add memory to the staging, so that as many more tiles may be read ahead. `reclaim` takes the memory back."""
     def reclaim(self, memory: Buffer) -> bool:
-        """Take back memory that was lent. No more tiles are started in this memory, and the call waits until it
-        contains no tiles.
+        """Take back memory that `lend` added: start no more tiles in the memory, and wait until it contains no tiles.
 
         Jobs that read ahead may have tiles in the memory, so they must be taken over or withdrawn before. Returns False
-        if a disk that did not answer before the deadline may still use the memory.
+        if a device whose deadline has passed may use the memory forever.
         """
     def withdraw(self, lists: Sequence[Sequence[UpdateFuture]]) -> list[bool]:
-        """For each list: if every job is held, reads ahead, or has not started a tile, withdraw all jobs of the list.
+        """Withdraw all jobs of each list, if none of the list's jobs has started a tile of its update.
 
-        Withdrawn jobs fail as canceled, and the result for their list is True. For any other list the result is False,
-        and all its jobs continue.
+        Jobs that wait for their `after`, and jobs that read ahead, have not started such a tile. Withdrawn jobs fail as
+        canceled. For any other list the result is False, and all jobs of the list continue.
         """
     def cancel(self, update: UpdateFuture) -> None:
-        """Cancel a job: start no more of its tiles.
+        """Start no more tiles of a job.
 
-        When nothing of the job is in flight any more, the job fails as canceled. If all its tiles were started before,
-        it ends normally.
+        The job fails as canceled once none of its transfers is in flight, unless all its tiles were started before.
         """
     def counters(self) -> dict[str, int]:
         """Return tiles, ahead (number of tiles that were read ahead), adam_ns, read_wait_ns, write_wait_ns."""
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
-        """Start or stop the recording of tiles; see IOEngine.trace."""
+        """Start or stop recording tiles, like IOEngine.trace."""
     def take_trace(self) -> tuple[bytes, int]:
-        """Return the recorded tiles as `io.events.TILE_EVENT` structs; see IOEngine.take_trace."""
+        """Return the recorded tiles as `io.events.TILE_EVENT` structs, like IOEngine.take_trace."""
     def close(self) -> None: ...

@@ -1,9 +1,9 @@
-"""Part of `_native` for frozen weights that are kept at home in 4 or 8 bits: encoding, and decoding after a read.
+"""Part of `_native` for frozen weights that have 4 or 8 bits at home: encoding, and decoding after a read.
 
 These are only type stubs: the names are imported from `infinity._native`.
 
-`WeightCodec` is the name of the stored form of one parameter of `numel` elements. The parameter is flattened and
-divided into blocks of 64 elements.
+`WeightCodec` names the stored form of one parameter of `numel` elements. The parameter is flattened and divided into
+blocks of 64 elements.
 
 | codec       | codes                                       | scales                                           |
 |-------------|---------------------------------------------|--------------------------------------------------|
@@ -12,12 +12,14 @@ divided into blocks of 64 elements.
 | `int8`      | int8                                        | bf16 a block                                     |
 | `int8_rows` | int8                                        | fp32 a row (bitsandbytes' SCB)                   |
 
-`nf4` is bitsandbytes' NF4 with `bnb_4bit_use_double_quant`, and `nf4_fp32` is NF4 without this option, both with blocks
-of 64. `int8_rows` is bitsandbytes' LLM.int8(). Codes, scales and values have the bits that bitsandbytes 0.50.2 computes
-on a CPU. If bitsandbytes' arithmetic differs between CPUs, csrc/codec/codec.hpp says which CPU's arithmetic is used.
+`nf4` is bitsandbytes' NF4 with `bnb_4bit_use_double_quant`. `nf4_fp32` is NF4 without `bnb_4bit_use_double_quant`. Both
+have blocks of 64 elements. `int8_rows` is bitsandbytes' LLM.int8(). Codes, scales and values have the bits of
+bitsandbytes 0.50.2 on a processor. Where the arithmetic of bitsandbytes differs between processors,
+csrc/codec/codec.hpp says which arithmetic is used.
 
-`int8` is linear: scale = the smallest bf16 that is not below absmax / 127 in fp32; code = value / scale in fp32,
-rounded to the nearest integer, ties to even, 0 if the scale is 0; value = code · scale in fp32.
+`int8` is linear. The scale is the smallest bf16 that is not below absmax / 127 in fp32. The code is value / scale in
+fp32, rounded to the nearest integer, ties to even; it is 0 if the scale is 0. The decoded value is code · scale in
+fp32.
 """
 
 from collections.abc import Sequence
@@ -30,8 +32,8 @@ NF4_MAP: tuple[float, ...]
 NESTED_MAP: tuple[float, ...]
 """Values of the 256 codes of the scales of 'nf4': bitsandbytes' signed dynamic map.
 
-These are the values that torch computes on x86-64 with AVX2. On other processors the last bits of torch's values may
-differ, so the map in a checkpoint must be compared with this map.
+torch computes these values on x86-64 with AVX2. On other processors torch's last bits may differ, so the map in a
+checkpoint must be compared with this map.
 """
 
 def weight_parts(codec: WeightCodec, numel: int, row_numel: int = 0) -> dict[str, tuple[int, int]]:
@@ -43,15 +45,15 @@ def weight_parts(codec: WeightCodec, numel: int, row_numel: int = 0) -> dict[str
     Args:
         codec: the stored form.
         numel: elements of the parameter.
-        row_numel: elements of a row; only 'int8_rows' needs it.
+        row_numel: elements of a row; used only for 'int8_rows'.
 
     Raises:
-        ValueError: the codec is unknown; there are more than 2^48 elements; or the codec is 'int8_rows' and `numel` is
-            not a multiple of `row_numel`.
+        ValueError: the codec is unknown, there are more than 2^48 elements, or `numel` is not a multiple of `row_numel`
+            with 'int8_rows'.
     """
 
 def encoded_weight_bytes(codec: WeightCodec, numel: int, row_numel: int = 0) -> int:
-    """Return the bytes of the stored form, a multiple of 64. Raises the errors of `weight_parts`."""
+    """Return the bytes of the stored form, a multiple of 64. Raises like `weight_parts`."""
 
 def encode_weights(
     values: Buffer,
@@ -66,7 +68,7 @@ def encode_weights(
 
     Args:
         values: the elements.
-        dtype: their dtype.
+        dtype: dtype of the elements.
         codec: the stored form. `nest_scales` converts 'nf4_fp32' to 'nf4'.
         codes: the part 'codes', which is written.
         scales: the part 'scales', which is written.
@@ -74,9 +76,9 @@ def encode_weights(
         isa: instruction set; None: `select_isa()`.
 
     Raises:
-        ValueError: a value is NaN or infinite; the message has the index of the first such value, and the contents of
-            `codes` and `scales` are undefined. Also raised if the codec is not one of the two, or if a buffer is short,
-            read-only, misaligned or overlaps another one.
+        ValueError: a value is NaN or infinite. The message then has the index of the first such value, and the contents
+            of `codes` and `scales` are undefined. Also raised for any other codec, and if a buffer is short, read-only,
+            misaligned or overlaps another.
     """
 
 def nest_scales(scales: Buffer, offset: float, codes: Buffer, nested_scales: Buffer) -> None:
@@ -120,7 +122,7 @@ def decode_weights(
     """
 
 class DecodePart:
-    """Weight that a `WeightDecoder` decodes. This object keeps the buffers alive.
+    """Weight that a `WeightDecoder` decodes. The object keeps its buffers alive.
 
     Arguments and errors are those of `decode_weights`.
     """
@@ -130,23 +132,24 @@ class DecodePart:
     ) -> None: ...
 
 class WeightDecoder:
-    """Decoder that decodes weights as soon as they are read, on a native thread and the pool.
+    """Decoder of weights that are being read. A native thread waits for the reads, and decodes with the threads of the
+    pool.
 
-    Of the jobs whose reads have ended, the job that was submitted first is decoded first. A job whose reads are late
-    delays no other job.
+    Of the jobs whose reads have ended, the job that was submitted first is decoded first. A job with late reads does
+    not delay other jobs.
     """
 
     def __init__(self, pool: ThreadPool, isa: str | None = None) -> None: ...
     def decode(self, parts: Sequence[DecodePart], after: Sequence[IOFuture] = ()) -> IOFuture:
-        """Decode the parts when all futures of `after` are done.
+        """Decode the parts once all of `after` is done.
 
-        If any future of `after` has failed, nothing is decoded, and the result fails with the first failure; a timeout
-        takes precedence over every other failure. The result keeps the buffers alive. When the result is freed, the
-        destructor waits until it is done, as with futures of an engine.
+        If a future of `after` failed, nothing is decoded, and the returned future fails with the failure of the first
+        failed future. A timeout takes precedence over every other failure. The returned future keeps the buffers alive.
+        If it is freed, it first waits until it is done, like the futures of an engine.
 
         Raises:
             ValueError: the decoder is closed, or belongs to the parent of this forked process.
         """
     def close(self) -> None:
-        """Decode the jobs that are ready, let waiting jobs fail as canceled, and stop the thread. A second call does
-        nothing."""
+        """Decode the jobs whose reads have ended, let all other jobs fail as canceled, and stop the thread.
+        Idempotent."""
