@@ -95,8 +95,8 @@ class MemoryConfig(_Section):
     """
     host: Size | None = None
     """RAM for everything that infinity keeps or stages in RAM, such as gradients, staging buffers and states;
-    omitted = 80 % of the RAM that is available when the model is offloaded. Give a size on a virtual machine that gets
-    more RAM as it uses it. Gradients take 2 B per bf16 parameter, or 4 B where the gradients of several backward passes
+    omitted = 80 % of the RAM that is available when the model is offloaded. Set a size on a virtual machine whose RAM
+    grows when it is used. Gradients take 2 B per bf16 parameter, or 4 B where the gradients of several backward passes
     are added. If accumulation_steps is given, the plan reserves these 4 B for as many units as fit. With gradients:
     nvme, RAM has room for the gradients of two units in fp32."""
 
@@ -143,8 +143,8 @@ class UpdateConfig(_Section):
     """Division of an update into tiles and threads. This section never changes a bit of the result."""
 
     tile: Size | None = None
-    """Size of the tiles that an update is cut into: bytes of one fp32 moment per tile; omitted = as many bytes as fit
-    the threads' caches, at least 1 MiB. Never changes a bit of the result."""
+    """Size of the tiles into which an update is divided: bytes of one fp32 moment per tile; omitted = as many bytes as
+    fit the threads' caches, at least 1 MiB. Never changes a bit of the result."""
     threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
     """Number of compute threads of an update; omitted = the number of cores that this process may use, but at most the
     number of threads that torch uses. Never changes a bit of the result."""
@@ -194,9 +194,9 @@ class SwapConfig(_Section):
     the Trainer under `infinity run`.
     """
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
-    """Steps between durable generations. 0: no generations; states are updated in place and take half the space, and a
-    run that dies must start again from a saved model. auto: as often as is possible at little cost, if the disks have
-    room for generations; a line of the plan shows how often that is, and why."""
+    """Steps between durable generations. 0: no generations. States are updated in place and take half the space, and a
+    run that is killed must start again from a saved model. auto: as often as is possible at little cost, if the disks
+    have room for generations; a line of the plan shows how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """Number of generations that are kept. Each generation takes the space of one copy of the states."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)
@@ -211,10 +211,10 @@ class SwapConfig(_Section):
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Form of the optimizer's moments. bf16 and int8 move fewer bytes."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
-    """Form in which frozen weights of blocks are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not
-    encoded, in their own dtype (bf16 or another one); a quantized checkpoint is decoded once. auto: in the form in
-    which the checkpoint has them, also if bitsandbytes quantized the checkpoint. Embeddings, head, norms and adapters
-    are not encoded."""
+    """Form in which frozen weights of blocks are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not encoded; weights keep
+    their own dtype (bf16 or another one), and a quantized checkpoint is decoded once. auto: in the form that the
+    checkpoint has, even if bitsandbytes quantized the checkpoint. Embeddings, head, norms and adapters are not
+    encoded."""
 
     def require_available(self, source: str = "") -> None:
         """Raise an error for values whose feature this version does not have yet.
