@@ -276,7 +276,8 @@ def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequenc
 
 
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """Check that no weights that are kept in 4 or 8 bits were changed, because such weights are encoded only once."""
+    """Raise ModelError if weights that are kept in 4 or 8 bits were changed, because such weights are encoded only
+    once."""
     encoded = [name for name in names if unit.full.find(name)[0].codec is not None]
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
@@ -288,7 +289,8 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
 
 
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """Check that no frozen weights were changed, because the generations of a run share one copy of frozen weights."""
+    """Raise ModelError if frozen weights were changed, because all generations of a run share one copy of frozen
+    weights."""
     generations = coordinator.generations
     frozen = [name for name in names if not unit.full.find(name)[0].trainable]
     if generations is None or generations.newest is None:

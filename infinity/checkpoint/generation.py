@@ -191,8 +191,8 @@ class StoredPart:
         return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
 
     def _require_facts(self) -> None:
-        """Require that the manifest's facts name the same state formats as its groups, and the same rank as the cut.
-        Old manifests have a single value from the config for a format; such a value is not compared.
+        """Require that the manifest's facts name the state formats of its groups, and the rank whose slices the store
+        has. Old manifests have a single value from the config for a format; such a value is not compared.
         """
         facts = self.manifest.facts
         for name in ("master", "moments"):

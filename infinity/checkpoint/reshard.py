@@ -193,7 +193,8 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
 
 
 def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
-    """Return the number of ranks of the run to resume, if it differs from this run's; otherwise None.
+    """Return the number of ranks of the run to resume, if it differs from the number of ranks of this run; otherwise
+    None.
 
     Generations that some ranks cannot see, because they are on local disks of other machines, do not count.
     """

@@ -185,7 +185,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         return self._coordinator
 
     def _require_sound(self) -> None:
-        """Raise an error unless the constructor would still accept the groups, which other code may have changed."""
+        """Check the groups again as the constructor does, because other code may have changed them since."""
         self._require_in_range()
         seen: set[nn.Parameter] = set()
         for index, group in enumerate(self.param_groups):

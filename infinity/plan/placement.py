@@ -1,10 +1,10 @@
 """Choice of the units that keep their weights, optimizer states and gradients in RAM.
 
 A step visits every unit once per pass, so a cache that evicts the least recently used unit would evict each unit before
-its next use. The units in RAM are therefore chosen once: whole units, in the order of the forward, because the next
-forward waits for the updates of the first units first. Weights have precedence over states: a byte of weights in RAM
-saves four bytes of traffic, and a byte of states saves two bytes. Gradients have precedence over both: weights and
-states never take the memory in which micro-batches add up.
+its next use. The units in RAM are therefore chosen once. Whole units are chosen, in the order of the forward, because
+the next forward waits first for the updates of the first units. Weights have precedence over states: a byte of weights
+in RAM saves four bytes of traffic, and a byte of states saves two bytes. Gradients have precedence over both: weights
+and states never take the memory in which micro-batches add up.
 
 Gradients wait for the update in RAM, if RAM has room for them. The other gradients wait on NVMe. A gradient that spills
 lands in a window of host memory, is written to NVMe from the window, and is read by the update. A second micro-batch

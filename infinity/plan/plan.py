@@ -28,10 +28,10 @@ _OVERLAP = {
 class TrafficForecast:
     """Forecast of the bytes that one step moves. `moved` counts all links; the other numbers count NVMe only.
 
-    The forecast assumes that the step before had as many micro-batches, and that all moments are in use. The number of
-    bytes read is an upper bound: gradients that are still in the window when the next pass adds to them are not read.
-    The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The bytes that a
-    commit writes of the states in RAM are divided by `commit_every`.
+    The forecast assumes that the previous step had the same number of micro-batches, and that all moments are in use.
+    The number of bytes read is an upper bound: gradients that are still in the window when the next pass adds to them
+    are not read. The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The
+    bytes that a commit writes of the states in RAM are divided by `commit_every`.
 
     Attributes:
         passes: planned number of backward passes before the step.

@@ -269,7 +269,7 @@ def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
 
 
 def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
-    """Return whether `other` may replace `first`: it has no disadvantage but its size on the disks, and fits the disks.
+    """Return whether the placement `other` may be used instead of `first`.
 
     If gradients can add up with `first`, they must be able to add up with `other`, too: a second pass may come although
     the caller said that there is one pass. And one pass may produce several gradients of a parameter (reentrant
