@@ -22,7 +22,7 @@ class _MallInfo(ctypes.Structure):
 
 
 class Heap:
-    """Heap of this process, which is checked each time a further `budget` / 8 bytes of weights have been used.
+    """Heap of this process, which is checked each time another `budget` / 8 bytes of weights have been used.
 
     If the heap's holes are larger than `budget` / 8 bytes at a check, the holes are returned to the system. glibc does
     not report which holes still have pages, so every check with large holes returns all of them again.

@@ -1,7 +1,7 @@
 """The names of a unit's tensors in checkpoint files, and the position of their elements in the files' tensors.
 
 transformers may have renamed or fused tensors on loading. For files, the renaming and fusing is undone. A tile's
-parameter (state/layer_tiles.py) is a part of the tensor that the file has under the name of the complete parameter.
+parameter (state/layer_tiles.py) is a part of a tensor in the file. This tensor has the name of the complete parameter.
 """
 
 from __future__ import annotations

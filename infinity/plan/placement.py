@@ -259,9 +259,9 @@ class GradientPlacement:
     def landing_bytes(self) -> int:
         """Bytes of the window; 0 if nothing spills.
 
-        The window has room for the two largest units. If the caller said that no second pass comes, the window is only
-        needed if a second pass comes nevertheless. In this case the window has room for the largest unit only, and each
-        unit waits until the unit before has been written.
+        The window has room for the two largest units. If the caller said that each step has one pass, the window is
+        used only if a second pass comes nevertheless. Then the window has room for the largest unit only, and each unit
+        waits until the unit before has been written.
         """
         unexpected = (
             self.inputs.known_passes == 1 and not self.inputs.config.vertical and self.in_ram == self.inputs.trained

@@ -13,8 +13,8 @@ class VisitTrace:
     The first prediction is the order that the constructor gets. Later predictions are the visits of the last iteration.
     The trace has a position in the prediction. If a visit differs from the prediction, the trace looks for the unit
     after the position, in case visits were skipped. If the unit is not there, the trace looks for it from the start, in
-    case visits are repeated. A visit of a unit that is not in the prediction leaves the position unchanged. Every visit
-    is recorded, so that a changed order is learned within one iteration.
+    case visits were repeated. A visit of a unit that is not in the prediction leaves the position unchanged. Every
+    visit is recorded, so that a changed order is learned within one iteration.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
