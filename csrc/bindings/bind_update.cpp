@@ -59,8 +59,9 @@ auto without_gil(const PyPipeline& self, const Call& call) {
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
-  // If the stream has a file, complete pages of the memory are written.
-  require_fits(stream.memory, stream.stream.file != nullptr ? round_up_to_page(nbytes) : nbytes, 4, name);
+  // With a file, complete pages of the memory are written; with a source, the last page is filled with zeros.
+  const bool whole_pages = stream.stream.file != nullptr || stream.stream.source != nullptr;
+  require_fits(stream.memory, whole_pages ? round_up_to_page(nbytes) : nbytes, 4, name);
 }
 
 // Gradients as a stream: the given stream, or a stream made from the memory that contains the gradients.

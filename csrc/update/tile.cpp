@@ -129,10 +129,10 @@ void bring_scales(const Tile& tile) {
 }
 
 // The last page of a state is written completely. If the state has a source, the bytes after the last element were not
-// read. These bytes are set to zero, so that two runs write the same bytes.
+// read. These bytes are set to zero, so that two runs write the same bytes. This also holds for new values in memory
+// that are not written now, because a later commit may write them.
 void zero_padding(const Tile& tile) {
   for (const State state : states_apart(tile)) {
-    if (!tile.job->written(state)) continue;
     const std::uint64_t end = tile.job->bytes(state, tile.numel);
     std::memset(tile.memory[state] + end, 0, round_up_to_page(end) - end);
   }

@@ -28,7 +28,8 @@ namespace infinity {
 //
 // New values may be written to a different place than the current values. In this case `source` points to the
 // current values in memory, which are not changed. If a tile is moved, every element of the tile is copied from
-// `source`; see UpdateJob::whole.
+// `source`; see UpdateJob::whole. The memory of the new values has room for the last tile rounded up to 4 KiB, and the
+// bytes after the last element become zero.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;

@@ -164,6 +164,14 @@ OF_TRAINING = [
         (_RESUME,),
     ),
     Mutant(
+        "zeros after the last element of a shadow, also in a step that is not committed",
+        "csrc/update/tile.cpp",
+        "  for (const State state : states_apart(tile)) {\n    const std::uint64_t end =",
+        "  for (const State state : states_apart(tile)) {\n"
+        "    if (!tile.job->written(state)) continue;\n    const std::uint64_t end =",
+        ("tests/native/test_update_elsewhere.py", "tests/runtime/test_overlap.py", "-k", "elsewhere or generation"),
+    ),
+    Mutant(
         "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
         "        self._speculative_updates.drop()  # speculative updates write to places that a commit may write to\n",

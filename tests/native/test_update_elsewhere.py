@@ -44,7 +44,8 @@ class Job:
         values = {name: self._initial(name, rng) for name in self.states}
         self.sizes = {name: len(value) for name, value in values.items()}
         self.values = {name: self._filled(value) for name, value in values.items()}
-        self.others = {name: self._filled(np.full(len(value), 0xA5, np.uint8)) for name, value in values.items()}
+        pages = {name: -(-len(value) // 4096) * 4096 for name, value in values.items()}
+        self.others = {name: self._filled(np.full(nbytes, 0xA5, np.uint8)) for name, nbytes in pages.items()}
         self.grad = self._filled(rng.standard_normal(numel).astype(np.float32).view(np.uint8))
 
     def _initial(self, name: str, rng: np.random.Generator) -> np.ndarray:
@@ -138,7 +139,7 @@ def test_new_values_go_elsewhere_and_the_old_ones_stay(
     write: bool,
     tmp_path: Path,
 ) -> None:
-    """Elements in no segment go there, too; what is written to the file are the new values."""
+    """Elements in no segment go there, too, with zeros up to the next page; the new values are written to the file."""
     segments = [segment(*part) for part in parts]
     (tmp_path / "in_place").mkdir()
     in_place = Job(tmp_path / "in_place", numel, moments, tile)
@@ -156,6 +157,7 @@ def test_new_values_go_elsewhere_and_the_old_ones_stay(
         assert expected[name] != before[name], name
         if name in elsewhere:
             assert old[name] == before[name], name
+            assert not any(job.others[name][job.sizes[name] :]), name
         if write:
             assert job.written(name) == expected[name], name
     job.close()
