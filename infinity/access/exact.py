@@ -31,13 +31,16 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
         SwapIOError: the store could not be read.
     """
     unit, spec = coordinator.units[place.unit.index], place.spec
-    with coordinator.locked(), coordinator.taking([place.unit.index]), torch.no_grad():
-        weight = unit.parameters[spec.name].detach().to("cpu", copy=True).contiguous()
     states = unit.states_of(place.group_index)
-    if states is None or states.residual is None or not spec.numel:
-        return weight
-    itemsize = residual_itemsize(states.master)
-    rest = coordinator.read_part(states.residual, spec.offset * itemsize, spec.numel * itemsize)
+    # One lock and one wait for both reads: an update replaces the residual at another moment than the weight.
+    with coordinator.locked(), torch.no_grad():
+        coordinator.finish_updates()
+        with coordinator.taking([place.unit.index]):
+            weight = unit.parameters[spec.name].detach().to("cpu", copy=True).contiguous()
+        if states is None or states.residual is None or not spec.numel:
+            return weight
+        itemsize = residual_itemsize(states.master)
+        rest = coordinator.read_part(states.residual, spec.offset * itemsize, spec.numel * itemsize)
     if states.master == "fp32":
         return rest.view(torch.float32).view(spec.shape)
     values = torch.empty(spec.numel, dtype=torch.float32)

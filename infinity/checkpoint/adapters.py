@@ -116,9 +116,7 @@ def _saved(parameter: nn.Parameter) -> torch.Tensor:
     found = registry.find(parameter)
     if found is None or found[1].spec.name not in found[0].saved_wide:
         return parameter.detach()
-    coordinator, place = found
-    coordinator.finish_updates()
-    return exact_value(coordinator, place)
+    return exact_value(*found)
 
 
 def _picked(model: Any, state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

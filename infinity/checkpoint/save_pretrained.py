@@ -167,8 +167,6 @@ class Parts:
         yield self._tensor_names.meta({name: buffer.to("meta") for name, buffer in self._buffers().items()})
 
     def values(self) -> Iterator[list[Piece]]:
-        if self._wide:
-            self.coordinator.finish_updates()  # wait, because updates write the masters
         for unit in self.coordinator.units:
             with self.coordinator.taking([unit.index]):
                 yield self._tensor_names.pieces(

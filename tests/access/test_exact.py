@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from tests.checkpoint.conftest import config_in
 from tests.checkpoint.runs import begin
-from tests.models import llama
+from tests.models import llama, loss_of
 
 
 def exact(coordinator: Coordinator) -> list[torch.Tensor]:
@@ -31,7 +32,6 @@ def test_the_default_dtype_of_torch_changes_nothing(moments: str, tmp_path: Path
     model, batch = llama(layers=1)
     begin(model.bfloat16(), batch, config_in(tmp_path)("swap", moments=moments), steps=1)
     coordinator = registry.coordinator_of(model)
-    coordinator.finish_updates()  # updates write where masters are read
     expected = exact(coordinator)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -43,3 +43,58 @@ def test_the_default_dtype_of_torch_changes_nothing(moments: str, tmp_path: Path
     assert all(
         each.dtype == torch.float32 and torch.equal(each, value) for each, value in zip(found, expected, strict=True)
     )
+
+
+PLACES = [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("host", "host")]
+
+
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("overlap", ["during_backward", "before_forward"])
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_a_master_is_that_of_the_last_step_while_its_update_is_under_way(
+    places: tuple[str, str], overlap: str, tmp_path: Path
+) -> None:
+    model, batch = llama(layers=1)
+    _, optim = begin(model.bfloat16(), batch, config_in(tmp_path)("swap", places, overlap=overlap), steps=1)
+    coordinator = registry.coordinator_of(model)
+    loss_of(model, batch).backward()
+    optim.step()
+    found = [exact_value(coordinator, place) for _, place in coordinator.places()]
+    infinity.synchronize(model)
+    expected = [exact_value(coordinator, place) for _, place in coordinator.places()]
+    infinity.close(model)
+    assert all(torch.equal(value, after) for value, after in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("places", PLACES, ids="-".join)
+def test_a_step_of_another_thread_does_not_come_between_a_weight_and_its_residual(
+    places: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = llama(layers=1)
+    _, optim = begin(model.bfloat16(), batch, config_in(tmp_path)("swap", places), steps=1)
+    coordinator = registry.coordinator_of(model)
+    place = next(place for _, place in coordinator.places() if place.spec.name.endswith("q_proj.weight"))
+    expected = exact_value(coordinator, place)
+    loss_of(model, batch).backward()
+    read_part, came = Coordinator.read_part, []
+
+    def step_if_unlocked() -> None:
+        if coordinator._lock.acquire(blocking=False):
+            try:
+                optim.step()
+                infinity.synchronize(model)
+            finally:
+                coordinator._lock.release()
+
+    def read_later(self: Coordinator, *args: Any) -> torch.Tensor:
+        came.append(threading.Thread(target=step_if_unlocked))
+        came[0].start()
+        came[0].join()
+        return read_part(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "read_part", read_later)
+        found = exact_value(coordinator, place)
+    infinity.close(model)
+    assert len(came) == 1
+    assert torch.equal(found, expected)

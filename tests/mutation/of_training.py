@@ -172,6 +172,13 @@ OF_TRAINING = [
         ("tests/native/test_update_elsewhere.py", "tests/runtime/test_overlap.py", "-k", "elsewhere or generation"),
     ),
     Mutant(
+        "the wait for updates before a weight and its residual are read",
+        "infinity/access/exact.py",
+        "    with coordinator.locked(), torch.no_grad():\n        coordinator.finish_updates()\n",
+        "    with coordinator.locked(), torch.no_grad():\n",
+        ("tests/access/test_exact.py",),
+    ),
+    Mutant(
         "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
         "        self._speculative_updates.drop()  # speculative updates write to places that a commit may write to\n",
@@ -328,8 +335,8 @@ OF_TRAINING = [
     Mutant(
         "offloading anew keeps all bits of the master",
         "infinity/access/exact.py",
-        "    if states is None or states.residual is None or not spec.numel:\n",
-        "    if True:\n",
+        "        if states is None or states.residual is None or not spec.numel:\n",
+        "        if True:\n",
         ("tests/runtime/test_reoffload.py",),
     ),
     Mutant(
