@@ -263,7 +263,7 @@ class SwapTimeoutError(SwapIOError):
 
     advice = (
         "The device hangs, or is slower than nvme.deadline_s allows: check `dmesg` and the drive's health. This "
-        "process may not be able to exit before it answers."
+        "process may not be able to exit before the device answers."
     )
 
 

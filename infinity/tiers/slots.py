@@ -157,7 +157,8 @@ class SlabSlot(Slot):
         return copy
 
     def free(self) -> None:
-        self._slab.give_back(self._leased, self._uses.events())  # without `ready`: uploads use one stream
+        # Each use waited for `ready`. Without a use the next owner waits for `ready`, which a decoding may record.
+        self._slab.give_back(self._leased, self._uses.events() or [self._ready])
 
 
 class Fetch(ABC):

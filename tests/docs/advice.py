@@ -109,7 +109,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "the run: give the same --data": "cli/test_resume.py::test_an_option_that_would_change_the_run_is_named",
     },
     "cli/bench/scratch.py": {
-        "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
+        "set --size to at most": "cli/bench/test_survey.py::test_some_space_stays_free",
     },
     "cli/checkpoint.py": {
         "files into the copy, or give --model with the director": "cli/test_limits.py::"

@@ -88,9 +88,16 @@ OF_DEVICES = [
     Mutant(
         "a slot is given back with its last uses",
         "infinity/tiers/slots.py",
-        "self._slab.give_back(self._leased, self._uses.events())",
+        "self._slab.give_back(self._leased, self._uses.events() or [self._ready])",
         "self._slab.give_back(self._leased, [])",
         ("tests/tiers/test_slots.py",),
+    ),
+    Mutant(
+        "a slot that nobody used is reused behind its decoding",
+        "infinity/tiers/slots.py",
+        "self._uses.events() or [self._ready])",
+        "self._uses.events())",
+        ("tests/tiers/test_slots.py", "-k", "behind_its_decoding"),
     ),
     Mutant(
         "a home changes once no copy reads it",

@@ -280,6 +280,16 @@ def test_memory_of_encoded_weights_is_reused_only_behind_their_decoding(
         assert stored or (slot.tensor.view(torch.float32) == (index + 1) / 2).all()
 
 
+@pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)
+def test_a_slot_that_nobody_used_is_reused_only_behind_its_decoding(rig: Callable[..., Rig], policy: Policy) -> None:
+    device = OnDevice(rig(policy, slab_pages=4 + 2), None, (4,), decoding=2)
+    device.homes += [encoded_home(1, device.rig, stored=False)]
+    device.pool.free(device.bring(1))
+    slot = device.bring(0)
+    slot.wait()
+    assert torch.equal(slot.tensor.clone(), torch.full_like(slot.tensor, 1))
+
+
 def test_a_stream_waits_for_an_upload_once_and_another_stream_waits_too(rig: Callable[..., Rig]) -> None:
     device = OnDevice(rig(), None, (1,))
     sim, slot = device.rig.sim, device.bring(0)
