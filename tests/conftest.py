@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import logging
 import os
@@ -20,6 +19,8 @@ from hypothesis import settings
 # and with the small models of the tests most of the CPU time would be spinning. The config of an update sets its number
 # of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import tests.quick_imports  # noqa: F401  # isort: skip
 
 import torch
 
@@ -71,20 +72,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-@pytest.fixture(scope="module")
-def bitsandbytes() -> Iterator[Any]:
-    """Return bitsandbytes with torch.compile switched off.
-
-    bitsandbytes has no C code for some weights, such as a weight with an odd number of values. For such weights it
-    would compile torch code, for each of the first sizes and dtypes again, and compiling takes most of a minute.
-    """
-    library = pytest.importorskip("bitsandbytes", "0.50")
-    operations = importlib.import_module("bitsandbytes.backends.default.ops")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in list(vars(operations).items()):
-            if name.endswith("_compute"):
-                patch.setattr(operations, name, getattr(function, "__wrapped__", function))
-        yield library
+@pytest.fixture(scope="session")
+def bitsandbytes() -> Any:
+    """Return bitsandbytes, which does not compile (tests/quick_imports.py)."""
+    return pytest.importorskip("bitsandbytes", "0.50")
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +99,13 @@ def _collect() -> None:
         _frozen_modules = len(sys.modules)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without collecting garbage (tests/quick_imports.py)."""
+    result = yield
+    gc.enable()
     _collect()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,3 +30,4 @@ __all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "SFTTrainer", "infinit
 
 gc.collect()
 gc.freeze()
+gc.enable()  # tests/quick_imports.py

@@ -26,7 +26,7 @@ from typing import Any
 def server() -> ForkServerContext:
     """Return the server that forks processes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
+    context.set_forkserver_preload(["tests.quick_imports", "tests.preloaded"])
     return context
 
 
