@@ -298,7 +298,7 @@ def test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are
 
 def test_epochs_are_passes_over_the_data(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     del job["--steps"]
-    (tmp_path / "text.txt").write_text(TEXT[:1500])
+    (tmp_path / "text.txt").write_text(TEXT[:500])
     assert run(job, "--epochs", "1") == 0
     one = len((tmp_path / "out" / "loss.csv").read_text().splitlines()) - 1
     assert run(job | {"--output": tmp_path / "more"}, "--epochs", "3") == 0
