@@ -296,6 +296,29 @@ def task_numel() -> int:
 def moment_bytes(moments: MomentsName, numel: int) -> int:
     """Return the bytes of the first `numel` elements of a moment."""
 
+class Constants:
+    """A segment's hyperparameters in the kernel's form: computed in double, then rounded to fp32.
+
+    `decay`, `l2` and the others are explained in csrc/cpu_adam/kernels.hpp, and are used in csrc/cpu_adam/rules.inl.
+    """
+
+    rule: RuleName
+    uses_exp_avg: bool
+    uses_exp_avg_sq: bool
+    fresh: bool
+    nesterov: bool
+    grad_scale: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    decay: float
+    l2: float
+    step_size: float
+    inverse_bc2_sqrt: float
+    eps: float
+    initial: float
+
 class Segment:
     """Range of elements [begin, end) with the same hyperparameters: one parameter.
 
@@ -312,7 +335,14 @@ class Segment:
 
     begin: int
     end: int
+    skip: bool
 
+    @property
+    def constants(self) -> Constants:
+        """The hyperparameters in the kernel's form, for a step outside the kernel.
+
+        In a thread that flushes denormal numbers, a constant that is denormal is zero here, and not in the kernel.
+        """
     def __init__(
         self,
         begin: int,

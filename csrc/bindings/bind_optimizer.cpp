@@ -1,4 +1,5 @@
 #include "bindings/common.hpp"
+#include "cpu_adam/kernels.hpp"
 
 namespace infinity::bindings {
 
@@ -126,6 +127,8 @@ void encode(const py::object& from, const std::string& moments, bool is_signed, 
   encode_moments(format, is_signed, reinterpret_cast<const float*>(in.data), out.data, numel, isa);
 }
 
+constexpr std::initializer_list<const char*> kRules = {"adamw", "adam", "lion", "adagrad", "sgd"};
+
 Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& rule, double lr, double beta1,
                      double beta2, double eps, double weight_decay, double dampening, double lr_decay,
                      double initial_accumulator, bool nesterov, bool maximize, std::int64_t step, std::uint64_t index,
@@ -138,8 +141,8 @@ Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& 
           skip,
           fresh.value_or(step == 1),
           static_cast<float>(grad_scale),
-          {chosen<Rule>("rule", rule, {"adamw", "adam", "lion", "adagrad", "sgd"}), lr, beta1, beta2, eps, weight_decay,
-           dampening, lr_decay, initial_accumulator, nesterov, maximize}};
+          {chosen<Rule>("rule", rule, kRules), lr, beta1, beta2, eps, weight_decay, dampening, lr_decay,
+           initial_accumulator, nesterov, maximize}};
 }
 
 void bind_segment(py::module_& module) {
@@ -165,7 +168,30 @@ void bind_segment(py::module_& module) {
           py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("step"), py::arg("index"), py::arg("fresh"),
           py::arg("grad_scale"))
       .def_readonly("begin", &Segment::begin)
-      .def_readonly("end", &Segment::end);
+      .def_readonly("end", &Segment::end)
+      .def_readonly("skip", &Segment::skip)
+      .def_property_readonly("constants", &constants_of);
+}
+
+void bind_constants(py::module_& module) {
+  py::class_<Constants>(module, "Constants")
+      .def_property_readonly("rule",
+                             [](const Constants& c) { return kRules.begin()[static_cast<std::size_t>(c.rule)]; })
+      .def_readonly("uses_exp_avg", &Constants::uses_exp_avg)
+      .def_readonly("uses_exp_avg_sq", &Constants::uses_exp_avg_sq)
+      .def_readonly("fresh", &Constants::fresh)
+      .def_readonly("nesterov", &Constants::nesterov)
+      .def_readonly("grad_scale", &Constants::grad_scale)
+      .def_readonly("beta1", &Constants::beta1)
+      .def_readonly("one_minus_beta1", &Constants::one_minus_beta1)
+      .def_readonly("beta2", &Constants::beta2)
+      .def_readonly("one_minus_beta2", &Constants::one_minus_beta2)
+      .def_readonly("decay", &Constants::decay)
+      .def_readonly("l2", &Constants::l2)
+      .def_readonly("step_size", &Constants::step_size)
+      .def_readonly("inverse_bc2_sqrt", &Constants::inverse_bc2_sqrt)
+      .def_readonly("eps", &Constants::eps)
+      .def_readonly("initial", &Constants::initial);
 }
 
 void bind_conversions(py::module_& module) {
@@ -232,6 +258,7 @@ void bind_optimizer(py::module_& module) {
       "moment_bytes",
       [](const std::string& moments, std::uint64_t numel) { return moment_bytes(moments_from(moments), numel); },
       py::arg("moments"), py::arg("numel"));
+  bind_constants(module);
   bind_segment(module);
   module.def("supported_isas", [] {
     std::vector<std::string> names;

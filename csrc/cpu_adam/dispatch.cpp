@@ -77,6 +77,26 @@ Constants sgd_constants(const Hyperparameters& hyper, bool fresh) {
   return c;
 }
 
+// Runs `work(begin, end)` over `numel` elements, divided where a partial of the larger array begins. `first` is the
+// index of the range's first element in the larger array. Returns the results, one per partial.
+template <class Work>
+std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPool& pool, const Work& work) {
+  if (numel == 0) return {};
+  const std::size_t gone = first % kPartialNumel;  // number of elements of the first partial that precede this range
+  std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
+  pool.parallel_for(
+      partials.size(),
+      [&](std::size_t index) {
+        const IeeeArithmetic ieee;
+        const std::size_t begin = std::max(index * kPartialNumel, gone) - gone;
+        partials[index] = work(begin, std::min((index + 1) * kPartialNumel - gone, numel));
+      },
+      nullptr, Urgency::urgent);
+  return partials;
+}
+
+}  // namespace
+
 Constants constants_of(const Segment& segment) {
   const Hyperparameters& hyper = segment.hyper;
   const auto step = static_cast<double>(segment.step);
@@ -105,26 +125,6 @@ Constants constants_of(const Segment& segment) {
   c.step = segment.step;
   return c;
 }
-
-// Runs `work(begin, end)` over `numel` elements, divided where a partial of the larger array begins. `first` is the
-// index of the range's first element in the larger array. Returns the results, one per partial.
-template <class Work>
-std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPool& pool, const Work& work) {
-  if (numel == 0) return {};
-  const std::size_t gone = first % kPartialNumel;  // number of elements of the first partial that precede this range
-  std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
-  pool.parallel_for(
-      partials.size(),
-      [&](std::size_t index) {
-        const IeeeArithmetic ieee;
-        const std::size_t begin = std::max(index * kPartialNumel, gone) - gone;
-        partials[index] = work(begin, std::min((index + 1) * kPartialNumel - gone, numel));
-      },
-      nullptr, Urgency::urgent);
-  return partials;
-}
-
-}  // namespace
 
 bool Hyperparameters::uses_exp_avg() const {
   return rule == Rule::adamw || rule == Rule::adam || rule == Rule::lion || (rule == Rule::sgd && beta1 != 0.0);

@@ -32,6 +32,9 @@ struct Constants {
   std::int64_t step = 1;
 };
 
+// A thread that flushes denormal numbers gets zero for a constant that is one.
+[[nodiscard]] Constants constants_of(const Segment& segment);
+
 struct Kernels {
   // Updates elements [begin, end) of the buffers; all elements belong to one segment. `index` is the index of element
   // `begin`; `index` modulo kBlockNumel is the element's position in its block. Returns false if a result is not

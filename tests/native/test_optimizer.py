@@ -297,6 +297,30 @@ def test_a_thread_that_flushes_denormals_gets_the_same_bits() -> None:
         torch.set_flush_denormal(False)
 
 
+def test_constants_are_computed_in_double_and_rounded_once() -> None:
+    given = _native.Segment(0, 1, lr=0.3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=7, maximize=True)
+    found, bias1, bias2 = given.constants, 1 - 0.9**7, 1 - 0.999**7
+    expected = {
+        "beta1": 0.9,
+        "one_minus_beta1": 1 - 0.9,
+        "decay": 1 - 0.3 * 0.1,
+        "step_size": 0.3 / bias1,
+        "inverse_bc2_sqrt": 1 / math.sqrt(bias2),
+        "eps": 1e-8,
+        "grad_scale": -1.0,
+        "l2": 0.0,
+    }
+    assert {name: getattr(found, name) for name in expected} == {
+        key: np.float32(each) for key, each in expected.items()
+    }
+    assert (found.rule, found.fresh, given.skip) == ("adamw", False, False)
+    moment = [_native.Segment(0, 1, rule="sgd", lr=0.1, beta1=beta, step=1).constants for beta in (0.0, 0.9)]
+    assert [(each.uses_exp_avg, each.uses_exp_avg_sq, each.fresh) for each in moment] == [
+        (False, False, True),
+        (True, False, True),
+    ]
+
+
 def test_moments_may_begin_later_than_the_first_step() -> None:
     late, fresh = State(1000, "fp32", "weight", "fp32"), State(1000, "fp32", "weight", "fp32")
     late.exp_avg.fill_(float("nan"))
