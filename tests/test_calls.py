@@ -32,6 +32,7 @@ ROOMS = (
     "units",
     "durable",
     "tiers",
+    "device_update",
     "plan",
     "state",
     "ranks",

@@ -1,4 +1,5 @@
-// The optimizer rules for one element, in vectors. `m` is exp_avg; `v` is exp_avg_sq.
+// The optimizer rules for one element, in vectors. `m` is exp_avg; `v` is exp_avg_sq. infinity/device_update/rules.py
+// has the same operations in the same order.
 struct AdamW {
   static constexpr bool kUsesM = true;
   static constexpr bool kUsesV = true;

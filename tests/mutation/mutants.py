@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutation.of_device_updates import OF_DEVICE_UPDATES
 from tests.mutation.of_devices import OF_DEVICES
 from tests.mutation.of_loops import OF_LOOPS
 from tests.mutation.of_micro_batches import OF_MICRO_BATCHES
@@ -11,4 +12,14 @@ from tests.mutation.of_seam import OF_SEAM
 from tests.mutation.of_storage import OF_STORAGE
 from tests.mutation.of_training import OF_TRAINING
 
-MUTANTS = [*OF_STORAGE, *OF_TRAINING, *OF_DEVICES, *OF_SEAM, *OF_RANKS, *OF_RUNS, *OF_MICRO_BATCHES, *OF_LOOPS]
+MUTANTS = [
+    *OF_STORAGE,
+    *OF_TRAINING,
+    *OF_DEVICES,
+    *OF_DEVICE_UPDATES,
+    *OF_SEAM,
+    *OF_RANKS,
+    *OF_RUNS,
+    *OF_MICRO_BATCHES,
+    *OF_LOOPS,
+]
