@@ -5,6 +5,9 @@ behind the requests after which it must begin. The host is ordered behind a requ
 host waits for the request, or when the host drops the request's future, because dropping a future waits. This order is
 known when a request is submitted, and all memory that the request may access is known, too.
 
+A canceled request may end before the requests after which it was to begin. Therefore the end of a canceled request
+orders the host behind the request's own uses, and behind nothing else.
+
 The native classes are replaced, so the simulation does not depend on the callers inside infinity.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +36,33 @@ def memory_of(buffer: Any) -> Memory:
     return int(array.ctypes.data), array.nbytes
 
 
+class End:
+    """End of a request, or of a milestone in the request.
+
+    Attributes:
+        canceled: whether the request was canceled, as far as the host knows.
+    """
+
+    def __init__(self, actor: Actor, snapshot: Snapshot) -> None:
+        self.canceled = False
+        self._snapshot = snapshot
+        self._own = {actor.index: snapshot[actor.index]}
+
+    def snapshot(self) -> Snapshot:
+        return self._own if self.canceled else self._snapshot
+
+
 class Requests:
     """Requests that are in flight."""
 
     def __init__(self, sim: SimAccelerator) -> None:
         self.sim = sim
-        self._ends: weakref.WeakKeyDictionary[Any, Callable[[], Snapshot]] = weakref.WeakKeyDictionary()
-        self._milestones: weakref.WeakKeyDictionary[Any, dict[str, Snapshot]] = weakref.WeakKeyDictionary()
+        self._ends: weakref.WeakKeyDictionary[Any, End] = weakref.WeakKeyDictionary()
+        self._milestones: weakref.WeakKeyDictionary[Any, dict[str, End]] = weakref.WeakKeyDictionary()
         self.made: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._uploads: list[tuple[int, int, Actor]] = []
         self._copying: weakref.WeakKeyDictionary[Any, Actor] = weakref.WeakKeyDictionary()
+        self._failure = _native.IOFuture.failure  # the test replaces it later
         sim.requests_are_known(self._uploading)
 
     def begin(self, name: str, after: Iterable[Any] = ()) -> Actor:
@@ -61,41 +81,45 @@ class Requests:
     def submitted(self, future: Any, actor: Actor) -> Any:
         """Record that a request was submitted. All uses of the request are declared already."""
         with self.sim.lock:
-            end = self.sim.order.end(actor)
-            self.known(future, lambda: end)
+            end = self._ends[future] = End(actor, self.sim.order.end(actor))
         weakref.finalize(future, self._host_knows, end)
         return future
 
-    def known(self, future: Any, end: Callable[[], Snapshot]) -> Any:
+    def canceled(self, future: Any) -> None:
+        """Record that a request is to be canceled. Whether it was canceled is known when the host asks for its end."""
         with self.sim.lock:
-            self._ends[future] = end
-        return future
+            self._ends[future].canceled = True
 
     def done(self, future: Any) -> None:
         """Order the host behind a request that has ended."""
         with self.sim.lock:
-            self._join(self.sim.host, future)
             actor = self._copying.pop(future, None)
             if actor is not None:
-                end = self.sim.order.end(actor)
-                self.known(future, lambda: end)
-                self._host_knows(end)
+                self._ends[future] = End(actor, self.sim.order.end(actor))
+            if future in self._ends:
+                failure = self._failure(future)
+                self._ends[future].canceled = failure is not None and failure.kind == "canceled"
+                self._host_knows(self._ends[future])
 
-    def _host_knows(self, end: Snapshot) -> None:
+    def _host_knows(self, end: End) -> None:
         with self.sim.lock:
-            self.sim.order.join(self.sim.host, end)
+            self.sim.order.join(self.sim.host, end.snapshot())
 
     def _join(self, actor: Actor, future: Any) -> None:
-        end = self._ends.get(future)
-        if end is not None:
-            self.sim.order.join(actor, end())
+        if future in self._copying:
+            self.sim.order.join(actor, self.sim.order.snapshot(self._copying[future]))
+        elif future in self._ends:
+            self.sim.order.join(actor, self._ends[future].snapshot())
 
-    def reaches(self, future: Any, milestones: dict[str, Snapshot]) -> None:
+    def reaches(self, future: Any, milestones: dict[str, End]) -> None:
         self._milestones[future] = milestones
 
     def milestone(self, future: Any, name: str, part: Any) -> Any:
-        snapshot = self._milestones.get(future, {}).get(name)
-        return part if snapshot is None else self.known(part, lambda: snapshot)
+        end = self._milestones.get(future, {}).get(name)
+        if end is not None:
+            with self.sim.lock:
+                self._ends[part] = end
+        return part
 
     def uploads(self, begin: int, end: int, actor: Actor) -> None:
         """Record that, from now on, a native thread that copies to addresses [begin, end) copies for this actor."""
@@ -107,7 +131,7 @@ class Requests:
         """Record that a native thread copies for this actor until the host knows that the request is done."""
         with self.sim.lock:
             self._copying[future] = actor
-            return self.known(future, lambda: self.sim.order.snapshot(actor))
+        return future
 
     def _uploading(self, address: int) -> Actor | None:
         return next((actor for begin, end, actor in self._uploads if begin <= address < end), None)
@@ -218,18 +242,25 @@ def _follow_updates(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None
                 requests.use(actor, memory_of(stream["source"]), f"update: {name}", write=False)
             if stream.get("memory") is not None:
                 requests.use(actor, memory_of(stream["memory"]), f"update: {name}", write=name != "grad")
-        kept["computed"] = order.snapshot(actor)
+        kept["computed"] = End(actor, order.snapshot(actor))
         for names, milestone in ((("weight",), "weights"), (states[1:4], "written")):
             for name in names:
                 stream = streams[name]
                 if stream.get("memory") is not None and stream.get("file") is not None:
                     requests.use(actor, memory_of(stream["memory"]), f"update: {name} to the store", write=False)
-            kept[milestone] = order.snapshot(actor)
+            kept[milestone] = End(actor, order.snapshot(actor))
         future = submit(pipeline, **options)
         requests.reaches(future, kept)
         return requests.submitted(future, actor)
 
+    cancel = _native.UpdatePipeline.cancel
+
+    def canceled(pipeline: Any, future: Any) -> None:
+        cancel(pipeline, future)
+        requests.canceled(future)
+
     monkeypatch.setattr(_native.UpdatePipeline, "submit", submitted)
+    monkeypatch.setattr(_native.UpdatePipeline, "cancel", canceled)
     for milestone in ("computed", "weights"):
         getter = getattr(_native.UpdateFuture, milestone).fget
 

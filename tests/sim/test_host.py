@@ -172,6 +172,26 @@ def test_a_landing_is_behind_its_event_and_an_update_behind_the_landing(rig: Rig
     sim.check_but_for(Unordered)
 
 
+def test_the_end_of_a_canceled_update_says_nothing_of_the_landing_before_it(rig: Rig) -> None:
+    sim = rig.sim
+    rig.slab[:PAGE].fill_(0)
+    packed = sim.record(sim.current())
+    copied = sim.copy(rig.values(3).view(torch.uint8), rig.slab[:PAGE], on=sim.stream("down"), after=[packed])
+    with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
+        with sim.lock:  # so that the landing cannot end before the update is canceled
+            landing = landings.land(sim.handle(copied), [_native.LandingPiece(rig.page(3), "fp32")])
+            update = rig.update(after=(landing,))
+            rig.pipeline.cancel(update)
+            assert update.wait(10.0)
+            assert not sim.reached(copied)
+            with pytest.raises(Unordered, match=r"write \(.*\) by the host .* write \(copy down of 4096 bytes\)"):
+                rig.values(3).zero_()
+        landing.wait()
+        rig.values(3).zero_()
+        rig.values(0).zero_()
+    sim.check_but_for(Unordered)
+
+
 def test_landings_are_in_the_order_of_the_calls(rig: Rig) -> None:
     with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
         landings.land(0, [_native.LandingPiece(rig.page(3), "fp32")])
