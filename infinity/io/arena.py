@@ -89,7 +89,9 @@ class Space:
             raise AssertionError("the memory of a device has no view in host memory")
         return self._native
 
-    def try_lease(self, nbytes: int, *, from_top: bool = False, tightest: bool = False) -> Lease | None:
+    def try_lease(
+        self, nbytes: int, *, from_top: bool = False, tightest: bool = False, behind: int = 0
+    ) -> Lease | None:
         """Return a lease of `nbytes` rounded up to 4 KiB, or None if no free piece is long enough.
 
         Args:
@@ -97,18 +99,20 @@ class Space:
             from_top: whether to take the high end of the last free piece that is long enough. Long and short leases at
                 different ends do not fragment each other's space.
             tightest: whether to take the shortest free piece that is long enough, so that longer pieces remain free.
+            behind: offset from which the first free place is searched. If nothing is free from there on, any free place
+                is taken.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             indices = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
-            for index in sorted(indices, key=lambda at: self._free[at][1]) if tightest else indices:
-                offset, size = self._free[index]
-                if size < nbytes:
-                    continue
-                start = offset + size - nbytes if from_top else offset
-                rest = (offset, size - nbytes) if from_top else (offset + nbytes, size - nbytes)
-                self._free[index : index + 1] = [rest] if rest[1] else []
-                return Lease(self, start, nbytes)
+            order = sorted(indices, key=lambda at: self._free[at][1]) if tightest else indices
+            for least in (behind, 0) if behind else (0,):
+                for index in order:
+                    offset, size = self._free[index]
+                    start = offset + size - nbytes if from_top else max(offset, least)
+                    if start >= offset and start + nbytes <= offset + size:
+                        self._free[index : index + 1] = _without(offset, size, start, nbytes)
+                        return Lease(self, start, nbytes)
         return None
 
     def lease(self, nbytes: int, what: str) -> Lease:
@@ -155,6 +159,12 @@ class Space:
         """Return whether a free piece is long enough for `nbytes`."""
         with self._lock:
             return any(size >= nbytes for _, size in self._free)
+
+
+def _without(offset: int, size: int, start: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the pieces (offset, size) that are left of a free piece once [start, start + nbytes) is leased."""
+    pieces = [(offset, start - offset), (start + nbytes, offset + size - start - nbytes)]
+    return [piece for piece in pieces if piece[1]]
 
 
 class PinnedArena(Space):

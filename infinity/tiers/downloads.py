@@ -169,7 +169,7 @@ class GradientQueue(_D2HStream):
         adds_up = adds_up and group.numel * torch.float32.itemsize <= self._ring.nbytes
         held = torch.float32 if adds_up else group.dtype
         while True:
-            lease = self._ring.try_lease(group.numel * held.itemsize)
+            lease = self._ring.try_lease(group.numel * held.itemsize, onward=True)
             if lease is not None:
                 break
             if not self._open:

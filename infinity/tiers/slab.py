@@ -62,6 +62,7 @@ class Slab:
         self._space = Space(None, 0, memory.numel())
         self._lock = threading.Lock()
         self._left = [(0, memory.numel(), tuple(after))] if after else []  # (begin, end, events)
+        self._onward = 0  # end of the last lease that was taken with `onward`
 
     @property
     def nbytes(self) -> int:
@@ -75,20 +76,24 @@ class Slab:
         """Return whether a free piece is long enough."""
         return self._space.fits(nbytes)
 
-    def try_lease(self, nbytes: int, *, from_top: bool = False) -> SlabLease | None:
+    def try_lease(self, nbytes: int, *, from_top: bool = False, onward: bool = False) -> SlabLease | None:
         """Lease device memory, in the same way as Space.try_lease.
 
         Args:
             nbytes: size of the lease.
             from_top: whether to take the memory from the high end of the slab.
+            onward: whether to take the memory behind the last lease with `onward`, and at the end of the slab, to begin
+                again at its start. Such a lease waits for the oldest of the earlier uses, which ends first.
 
         Returns:
             The lease; None when no free piece is long enough.
         """
-        lease = self._space.try_lease(nbytes, from_top=from_top)
+        lease = self._space.try_lease(nbytes, from_top=from_top, behind=self._onward if onward else 0)
         if lease is None:
             return None
         begin, end = lease.offset, lease.offset + lease.nbytes
+        if onward:
+            self._onward = end
         with self._lock:
             after = [event for left, right, events in self._left if left < end and begin < right for event in events]
         with torch._C._DisableFuncTorch():  # a torch.func transform that fetches weights must not wrap the memory

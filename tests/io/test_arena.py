@@ -26,9 +26,17 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena = PinnedArena(PAGES * 4096)
         self.out: list[Lease] = []
 
-    @rule(target=leases, nbytes=st.integers(1, 20 * 4096), top=st.booleans(), tightest=st.booleans())
-    def lease(self, nbytes: int, top: bool, tightest: bool) -> Lease | None:
-        lease = self.arena.try_lease(nbytes, from_top=top, tightest=tightest)
+    @rule(
+        target=leases,
+        nbytes=st.integers(1, 20 * 4096),
+        top=st.booleans(),
+        tightest=st.booleans(),
+        behind=st.sampled_from([0, 4096, 30 * 4096, PAGES * 4096]),
+    )
+    def lease(self, nbytes: int, top: bool, tightest: bool, behind: int) -> Lease | None:
+        fits = self.arena.fits(nbytes)
+        lease = self.arena.try_lease(nbytes, from_top=top, tightest=tightest, behind=0 if top else behind)
+        assert (lease is not None) == fits
         if lease is not None:
             self.out.append(lease)
             lease.view()[:] = bytes([len(self.out) % 251]) * lease.nbytes
@@ -50,6 +58,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=number(20, 60), stateful_step_count=40, deadline=None)
+
+
+def test_the_first_place_behind_an_offset_is_taken_and_else_the_first_of_all() -> None:
+    arena = PinnedArena(8 * 4096)
+    taken = [arena.try_lease(pages * 4096, behind=behind * 4096) for pages, behind in ((2, 3), (2, 4), (2, 6), (1, 0))]
+    assert [lease.offset // 4096 for lease in taken if lease is not None] == [3, 5, 0, 2]
 
 
 def test_the_tightest_piece_is_taken_and_long_ones_stay() -> None:

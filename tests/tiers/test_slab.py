@@ -42,6 +42,16 @@ def test_uses_are_named_to_everybody_who_takes_a_part_of_the_bytes(rig: Callable
     assert [lease(made, 4).after for _ in range(2)] == [(event,), (event,)]
 
 
+def test_leases_that_go_onward_wait_for_the_oldest_uses(rig: Callable[..., Rig]) -> None:
+    made, events = rig(), []
+    for turn in range(9):
+        each = made.slab.try_lease(3 * PAGE_BYTES, onward=True)
+        assert each is not None
+        assert each.after == (tuple(events[-2:-1]) if turn > 1 else ())
+        events.append(made.sim.record(made.sim.stream()))
+        made.slab.give_back(each, [events[-1]])
+
+
 def test_what_was_reached_is_forgotten(rig: Callable[..., Rig]) -> None:
     made = rig(EAGER)
     for pages in (8, 7, 6, 5, 4):
