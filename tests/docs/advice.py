@@ -132,6 +132,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
     "cli/deepspeed/config_reader.py": {
+        "OUT --safe_serialization` writes": "cli/deepspeed/test_config_reader.py::"
+        "test_a_checkpoint_of_deepspeed_is_named_with_a_command_that_finds_its_script",
         "Write this to swap.yaml": "cli/deepspeed/test_config_reader.py::"
         "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
         "config; it names one: infinity convert <>": "cli/test_convert.py::"

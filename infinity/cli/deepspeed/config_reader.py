@@ -74,6 +74,7 @@ def read(path: Path) -> Source:
         ConfigError: the file cannot be read, or is not a DeepSpeed config. If the actual kind of the file is known, the
             error names this kind.
     """
+    _require_no_checkpoint(path.expanduser())
     name, values = printable(path), _values(path)
     if values.get("distributed_type") == "FSDP":
         inner = _of_fsdp(_section(name, _FSDP, values.pop(_FSDP, None) or {}), f"{_FSDP}.")
@@ -103,6 +104,20 @@ def nearest_key(key: str) -> str:
         for near in difflib.get_close_matches(last[:80], names, n=1, cutoff=cutoff):
             return names[near]
     return ""
+
+
+def _require_no_checkpoint(path: Path) -> None:
+    """Raise ConfigError if the path is a checkpoint folder of DeepSpeed, or the folder of one step in it."""
+    of_step = any(path.glob("*_optim_states.pt"))
+    if of_step or any(path.glob("*/*_optim_states.pt")):
+        folder = path.parent if of_step else path
+        script = shlex.join(["python", printable(folder / "zero_to_fp32.py"), printable(folder)])
+        raise ConfigError(
+            f"{printable(path)}: is a checkpoint of DeepSpeed, not a config, and infinity cannot resume it. To start a "
+            f"new run with its weights: `{script} OUT --safe_serialization` writes them to OUT (DeepSpeed must be "
+            "installed); copy config.json and the tokenizer's files of the model to OUT; then OUT is a model for "
+            "infinity. `infinity convert` takes the JSON that DeepSpeed was started with"
+        )
 
 
 def _values(path: Path) -> dict[str, Any]:

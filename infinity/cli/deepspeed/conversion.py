@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.deepspeed.config_reader import AUTO, Item, Source, nearest_key
-from infinity.cli.deepspeed.keys import KEYS, SECTIONS, Fate, Key
+from infinity.cli.deepspeed.keys import KEYS, LOST, SECTIONS, Fate, Key
 from infinity.errors import ConfigError, printable
 from infinity.files import require_different, require_possible
 from infinity.quoting import quoted
@@ -40,6 +40,11 @@ _FSDP_HAS_NO_NVME = (
     "FSDP does not offload to NVMe. If RAM is too small for weights and states, write `weights: nvme`, "
     "`optimizer: nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
 )
+_OPEN_BATCH = (
+    "The batch sizes are auto: the script's own arguments set them. One process instead of N GPUs needs N times the "
+    "gradient accumulation for the same step."
+)
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def convert(source: Source) -> Conversion:
     active = {key: item for key, item in items.items() if key in KEYS and not _why_nothing(KEYS[key], item, items)}
     _add_tiers(conversion, source, items, active)
     _add_disks(conversion, active)
+    if any(key in items and items[key].value == AUTO for key in _BATCH):
+        conversion.remarks.append(_OPEN_BATCH)
     for ours in ("ranks.gather", "activations", "frozen", "master", "moments"):
         if found := _meant(active, ours):
             conversion.add(ours, _meaning(found[0]), ", ".join(map(_say, found)), *(item.key for item in found))
@@ -266,7 +273,7 @@ def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
     if value in key.off:  # 0 equals False, as in DeepSpeed
         return "it is off" if value is False else f"{said(value)} changes nothing"
     if value == AUTO and key.fate not in (Fate.SCRIPT, Fate.NOT_NEEDED):
-        return "auto: infinity chooses"
+        return f"auto: {key.says}" if key.fate in LOST else "auto: infinity chooses"
     if section in ("fp16", "bf16") and name != "enabled" and key.fate is not Fate.NOT_NEEDED:
         enabled = items.get(f"{section}.enabled")
         if enabled is None or enabled.value is False:

@@ -77,24 +77,26 @@ def report(conversion: Conversion, source: Source, output: Path | None) -> str:
 
 
 def _listed(title: str, findings: Sequence[Finding]) -> list[str]:
-    """Return one line for all keys with the same text."""
+    """Return one line for all keys with the same text. If the text is only a reason, each key has its own value."""
     lines: dict[str, list[str]] = {}
     for finding in findings[:_NAMED_MAX]:
         name, short = one_line(finding.shown[: _NAME_CHARS_MAX + 1]), len(finding.shown) <= _NAME_CHARS_MAX
-        lines.setdefault(_said_of(finding), []).append(name if short else f"{name[:_NAME_CHARS_MAX]}…")
+        value, said = _said_of(finding)
+        lines.setdefault(said, []).append((name if short else f"{name[:_NAME_CHARS_MAX]}…") + value)
     more = [f"  and {len(findings) - _NAMED_MAX} more"] if len(findings) > _NAMED_MAX else []
-    return [f"{title}:", *(f"  {', '.join(names)}: {said}" for said, names in lines.items()), *more] if findings else []
+    return [f"{title}:", *(f"  {', '.join(names)}{said}" for said, names in lines.items()), *more] if findings else []
 
 
-def _said_of(finding: Finding) -> str:
+def _said_of(finding: Finding) -> tuple[str, str]:
+    """Return the text for this key alone, and the text that other keys of the line may share."""
     if finding.fate is Fate.MAPPED:
-        return finding.to
+        return "", f": {finding.to}"
     if finding.fate is Fate.NOT_NEEDED or (finding.fate is Fate.SCRIPT and finding.value == AUTO):
-        return finding.says
+        return "", f": {finding.says}"
     places = " | ".join(filter(None, (finding.trainer, finding.to)))
     if places:
-        return f"{finding.value} -> {places}" + (f" ({finding.says})" if finding.says else "")
-    return f"{finding.value} - {finding.says}" if finding.says else finding.value
+        return "", f": {finding.value} -> {places}" + (f" ({finding.says})" if finding.says else "")
+    return f": {finding.value}", f" - {finding.says}" if finding.says else ""
 
 
 def _how_to_start(source: Source, output: Path | None) -> list[str]:

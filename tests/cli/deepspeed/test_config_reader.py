@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +222,24 @@ def test_a_config_of_accelerate_does_not_name_another_one(tmp_path: Path) -> Non
     written({"deepspeed_config": {}}, tmp_path)
     with pytest.raises(ConfigError, match="another config file of Accelerate"):
         read(accelerate(tmp_path, deepspeed_config_file="ds_config.json"))
+
+
+@pytest.mark.parametrize("given", ["checkpoint-5", "checkpoint-5/global_step5"])
+def test_a_checkpoint_of_deepspeed_is_named_with_a_command_that_finds_its_script(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "checkpoint-5" / "global_step5"
+    step.mkdir(parents=True)
+    (step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (step.parent / "zero_to_fp32.py").write_text("import os, sys\nprint(os.listdir(sys.argv[1]), *sys.argv[2:])")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is a checkpoint of DeepSpeed, not a config") as refused:
+        read(Path(given))
+    command = shlex.split(str(refused.value).split("`")[1])
+    assert command[0] == "python"
+    said = subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True, text=True).stdout
+    assert "global_step5" in said
+    assert said.endswith("OUT --safe_serialization\n")
 
 
 @pytest.mark.parametrize("kind", ["missing", "directory", "fifo", "large", "latin"])

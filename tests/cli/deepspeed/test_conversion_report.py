@@ -51,6 +51,24 @@ def test_a_trainers_own_arguments_are_one_line(tmp_path: Path) -> None:
     assert line in told(values, tmp_path)
 
 
+def test_where_the_batch_sizes_are_open_a_note_says_what_one_process_instead_of_several_needs(tmp_path: Path) -> None:
+    note = "One process instead of N GPUs needs N times the gradient accumulation for the same step."
+    assert note in told({"gradient_accumulation_steps": "auto"}, tmp_path)
+    assert note not in told({"gradient_accumulation_steps": 4}, tmp_path)
+
+
+def test_keys_with_one_reason_are_one_line_with_their_values(tmp_path: Path) -> None:
+    values = {"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}}
+    said = told(values, tmp_path)
+    assert "  fp16.loss_scale: 0, fp16.loss_scale_window: 1000, fp16.hysteresis: 2 - with --dtype fp16 " in said
+    assert said.count("GradScaler") == 1
+
+
+def test_auto_for_what_infinity_does_not_choose_is_what_infinity_does(tmp_path: Path) -> None:
+    said = told({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}}}, tmp_path)
+    assert "  scheduler.params.warmup_min_lr: auto: the warm-up begins at 0\n" in said
+
+
 def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
     said = told(values, tmp_path)
