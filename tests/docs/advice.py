@@ -260,6 +260,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
         "test_an_assumed_disk_is_measured_as_the_plan_says",
     },
+    "cli/planning/plan_report.py": {
+        "tokens (--batch-size <> × --sequence-length": "cli/planning/test_main.py::"
+        "test_the_first_line_says_whether_it_fits_how_fast_it_is_and_what_the_drives_take",
+    },
     "cli/planning/main.py": {
         "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
         "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",

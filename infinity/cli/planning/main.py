@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from infinity.cli.planning.rates import Machine
 from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, PlanError
+from infinity.io.directory import require_place
 from infinity.plan.disk import Disks, disks_of
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
 from infinity.quoting import quoted
+from infinity.sizes import format_bytes
 
 DOES_NOT_FIT = 1
 
@@ -111,6 +114,8 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
             tokens=batch.tokens,
             frozen=config.frozen,
         )
+        for line in _missing_here(machine, config):
+            print(line, file=sys.stderr)
     _require_possible(ranks, machine, model, config)
     return Scenario(
         model=model,
@@ -123,6 +128,19 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
         ranks=ranks,
         clips=options.clips,
     )
+
+
+def _missing_here(machine: Machine, config: SwapConfig) -> Iterator[str]:
+    """Yield a line for each budget and each directory of the config that this machine does not have."""
+    for name, there in ("host", machine.host_bytes), ("device", machine.device_bytes):
+        if (given := getattr(config.memory, name) or 0) > there:
+            here = f"this machine has {format_bytes(there)} free"
+            yield f"memory.{name} is {format_bytes(given)}, and {here}: the plan is for a machine with more memory"
+    for path in config.nvme.paths:
+        try:
+            require_place(path)
+        except ConfigError as error:
+            yield f"{error} A run would end with this error."
 
 
 def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConfig) -> None:

@@ -75,7 +75,7 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     if not outcome.activations_fit:
         yield _with_what(scenario, outcome)
     yield ""
-    yield from _times(outcome)
+    yield from _times(scenario, outcome)
     yield ""
     yield outcome.plan.describe()
     for name, count in scenario.tiled.items():
@@ -89,10 +89,15 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     yield from _sources(scenario.machine, outcome)
 
 
-def _times(outcome: Outcome) -> Iterator[str]:
-    prediction = outcome.prediction
+def _times(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+    prediction, batch = outcome.prediction, scenario.batch
     overlapped = outcome.plan.placement.updates.overlap != "off"
-    yield f"one step, predicted: {duration(prediction.seconds)}{', with these in parallel' if overlapped else ''}"
+    many = f" × {batch.count} micro-batches" * (batch.count > 1) + f" × {scenario.ranks} ranks" * (scenario.ranks > 1)
+    yield (
+        f"one step of {outcome.work.tokens * scenario.ranks:,} tokens (--batch-size {batch.sequences} × "
+        f"--sequence-length {batch.length}{many}), predicted: {duration(prediction.seconds)}"
+        f"{', with these in parallel' if overlapped else ''}"
+    )
     for name, seconds in sorted(prediction.busy.items(), key=lambda each: -each[1]):
         yield f"  {LINKS[name]:<18}{duration(seconds):>10}{_of_compute(name, outcome)}"
     needed = compute_tokens(outcome)

@@ -21,6 +21,7 @@ from infinity.cli.endurance import Endurance
 from infinity.cli.main import main
 from infinity.cli.planning import local_rates
 from infinity.cli.planning.machines import MACHINES
+from infinity.cli.planning.main import _missing_here
 from infinity.cli.planning.model import Batch, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
@@ -46,7 +47,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 def test_the_first_line_says_whether_it_fits_how_fast_it_is_and_what_the_drives_take(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    first = said(capsys, "llama-3-8b", *H200, "--set", "optimizer=nvme").splitlines()[0]
+    first, _, step, *_ = said(capsys, "llama-3-8b", *H200, "--set", "optimizer=nvme").splitlines()
+    assert step.startswith("one step of 8,192 tokens (--batch-size 4 × --sequence-length 2048), predicted: ")
     assert first.startswith("fits: ")
     for part in (
         "per step of 8,192 tokens",
@@ -134,6 +136,16 @@ def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str
     assert found is not None
     assert as_yaml(found[0]).startswith("memory: {host: 32768MiB, device: 16384MiB}, ")
     assert here._ram_bytes(found[1].plan) <= machine.host_bytes
+
+
+def test_what_this_machine_does_not_have_is_one_line_each(tmp_path: Path) -> None:
+    machine = replace(MACHINES["consumer"], name="this machine")
+    config = {"memory": {"host": "96GiB", "device": "8GiB"}, "nvme": {"paths": [str(tmp_path / "no" / "swap")]}}
+    host, path = _missing_here(machine, load_config(config))
+    assert host.startswith("memory.host is 96.00 GiB, and this machine has 64.00 GiB free: ")
+    assert path.startswith(f"nvme.paths: there is no directory {tmp_path / 'no'}, ")
+    here = {"memory": {"host": "48GiB", "device": "8GiB"}, "nvme": {"paths": [str(tmp_path / "swap")]}}
+    assert list(_missing_here(machine, load_config(here))) == []
 
 
 def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
