@@ -314,8 +314,8 @@ class _Template:
             raise ConfigError(
                 f"{self.where}: the model's chat template does not say which tokens are the assistant's: it has no "
                 "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template.jinja in the "
-                "model's directory (or to chat_template in its tokenizer_config.json), as infinity's documentation "
-                "shows; or give rows with a 'prompt' and a 'completion' of messages, which need no marks; or "
+                "model's directory (or to chat_template in its tokenizer_config.json); docs/finetune.md shows how, "
+                "under Chats. Or give rows with a 'prompt' and a 'completion' of messages, which need no marks; or "
                 "--loss-on all, to learn whole conversations, what users said included."
             )
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from infinity.cli.command import command
 from infinity.cli.config_checks import require_ready
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.config import load_config
-from infinity.errors import ConfigError, InfinityError, cause_of
+from infinity.errors import ConfigError, InfinityError, ResumeError, StoreLockedError, StoreNotEmptyError, cause_of
 from infinity.quoting import one_line
 from infinity.runtime.pins import generation_of
+
+_NEEDS_NO_TRACEBACK = (ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError)
+"""Errors whose message says what to change outside the script, or which command to run."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,16 +74,18 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
         return _refuse(error, who)
     with interruptible_imports():
         from infinity.integrations.launcher import launch
+    before = command("run", "--resume")  # the script changes sys.argv
+    after = shlex.join(map(str, (options.config, options.script, *options.arguments)))
 
     try:
-        launch(config, options.script, options.arguments, options.resume)
+        launch(config, options.script, options.arguments, options.resume, lambda it: f"`{before} {it} {after}`")
     except KeyboardInterrupt:  # a line that names the durable generation was already printed
         if os.environ.get("INFINITY_DEBUG"):
             raise
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, ConfigError) and not os.environ.get("INFINITY_DEBUG"):
-            return _refuse(error, who)  # the message says what to change, so no traceback is needed
+        if isinstance(error, _NEEDS_NO_TRACEBACK) and not os.environ.get("INFINITY_DEBUG"):
+            return _refuse(error, who)
         _say_it_last(error, who)
         raise
     return 0

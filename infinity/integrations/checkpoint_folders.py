@@ -88,9 +88,8 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
     except StoreNotEmptyError as error:
         raise ResumeError(
             f"{folder} contains a portable copy of its optimizer states, because newer checkpoint folders use the "
-            f"pins of the store. The swap directory still has the newer states ({error}) To resume from "
-            f"{folder} and keep the newer states, "
-            "name another directory in nvme.paths."
+            f"pins of the store. {config.nvme.paths[0]} still has the newer states. To resume from {folder} and keep "
+            "the newer states, name another directory in nvme.paths."
         ) from error
 
 

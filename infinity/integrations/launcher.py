@@ -13,14 +13,15 @@ from pathlib import Path
 from types import ModuleType
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, cause_of
+from infinity.errors import ConfigError
 from infinity.integrations import accelerate, checkpoint_folders, deepspeed, models, optimizers, ranks, strategy
+from infinity.integrations.leftover_hint import Resuming, no_command
 from infinity.integrations.patches import Patches
 from infinity.integrations.script_end import script_end
 from infinity.integrations.script_run import Run
 
 
-def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
+def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None, resuming: Resuming) -> None:
     """Run a script as `python script arguments` does, and make the script's libraries use infinity.
 
     The models are closed after the script's threads have ended and its atexit functions have run.
@@ -30,24 +31,26 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
         script: path of the script.
         arguments: arguments of the script.
         resume: checkpoint folder; the trained model is offloaded from the generation that this folder names.
+        resuming: function that returns the command that resumes the script from a checkpoint folder.
 
     Raises:
         all exceptions of the script.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
-    with installed(config, resume), script_end():
+    with installed(config, resume, resuming), script_end():
         runpy.run_path(str(script), run_name="__main__")
 
 
 @contextmanager
-def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
+def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming = no_command) -> Iterator[Run]:
     """During the `with` block, offload the models that libraries load, each at its first use, and use infinity's
-    optimizers for these models. At the end of the block, the models are closed. `resume` is as for launch().
+    optimizers for these models. At the end of the block, the models are closed. `resume` and `resuming` are
+    as for launch().
     """
-    run = Run(config)
+    run = Run(config, resuming)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
-    failed, stopped, refused = True, False, False
+    failed, stopped = True, False
     try:
         _one_device()
         with Patches() as patches:
@@ -66,11 +69,8 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     except KeyboardInterrupt:
         stopped = True
         raise
-    except Exception as error:
-        refused = cause_of(error) is not None
-        raise
     finally:
-        run.close(failed=failed, stopped=stopped, refused=refused)
+        run.close(failed=failed, stopped=stopped)
 
 
 def _patch_imports(run: Run, patches: Patches) -> None:

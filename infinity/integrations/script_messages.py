@@ -27,29 +27,27 @@ def say(model: nn.Module, *, trained: bool) -> None:
     part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
     states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
     logger.warning(
-        "infinity: %s, %s%s: weights on %s%s; it takes %s of device memory and %s of host memory",
+        "infinity: %s, %s%s: weights on %s%s; it takes %s",
         printable(type(model).__name__),
         f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
         "" if plan.peers.cut.whole else f", sharded over {plan.peers.cut.count} ranks",
         plan.placement.weights.tier,
         states,
-        format_bytes(plan.device_bytes),
-        format_bytes(plan.host_bytes),
+        f"{format_bytes(plan.device_bytes + plan.host_bytes)} of RAM"
+        if plan.budgets.limits.in_place
+        else f"{format_bytes(plan.device_bytes)} of device memory and {format_bytes(plan.host_bytes)} of RAM",
     )
 
 
-def log_nothing_offloaded(*, failed: bool) -> None:
-    """Log that the script has ended and no model was offloaded. `failed` is whether the script failed with its own
-    error.
-    """
+def log_nothing_offloaded() -> None:
+    """Log that the script has ended and no model was offloaded."""
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: NOTHING WAS OFFLOADED, the script ran as without infinity%s. infinity "
+            "infinity: NOTHING WAS OFFLOADED, the script ran as without infinity. infinity "
             "offloads a model that from_pretrained "
             "loads when the model is used, and a module of %s parameters or more when torch.optim's AdamW, Adam, "
             "SGD or Adagrad is made for its parameters. For another loop, call infinity.offload(model, config) in the "
             "script",
-            ", until it failed" if failed else "",
             f"{WORTH_NUMEL:,}",
         )
 

@@ -22,7 +22,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.durable import rng
-from infinity.errors import ModelError, PeerError
+from infinity.errors import ModelError, PeerError, StoreNotEmptyError
 from infinity.integrations.checkpoint_folders import (
     folders_of,
     go_on,
@@ -31,7 +31,7 @@ from infinity.integrations.checkpoint_folders import (
     remove_empty,
     remove_left,
 )
-from infinity.integrations.leftover_hint import log_leftovers
+from infinity.integrations.leftover_hint import Resuming, held_by_an_earlier_run, log_leftovers, no_command
 from infinity.integrations.memory_shares import Claim, MemoryShares, naming_the_shares
 from infinity.integrations.quantization import Forms
 from infinity.integrations.saving import give_saving, take_saving
@@ -82,6 +82,7 @@ class Run:
 
     Attributes:
         config: the swap config for all models of the script together.
+        resuming: function that returns the command that resumes the script from a checkpoint folder.
         reads_random_states: whether a library restores the RNG states of the folder from which the script resumes;
             accelerate and a Trainer do this. Random numbers that the script draws before the RNG states are restored,
             such as the seeds of its loaders, must be the same numbers as in the original run.
@@ -92,6 +93,7 @@ class Run:
     """
 
     config: SwapConfig
+    resuming: Resuming = no_command
     reads_random_states: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -334,7 +336,11 @@ class Run:
                 self.goes_on(model, folder)
                 self.wish(folder=None)  # no other model resumes from this folder
             else:
-                (self.wishes.begin if trained else offload)(model, config, **how)
+                try:
+                    (self.wishes.begin if trained else offload)(model, config, **how)
+                except StoreNotEmptyError as error:
+                    place = config.nvme.paths[0].expanduser()
+                    raise StoreNotEmptyError(held_by_an_earlier_run(place, self.resuming) or str(error)) from error
         give_saving(model)
         self._offloaded.append(weakref.ref(model))
         self._names.append(name)
@@ -437,7 +443,7 @@ class Run:
         """Return the offloaded models that are not closed."""
         return [model for model in self.alive() if not registry.coordinator_of(model).closed]
 
-    def close(self, *, failed: bool, stopped: bool = False, refused: bool = False) -> None:
+    def close(self, *, failed: bool, stopped: bool = False) -> None:
         """End the run, because the script is over.
 
         If the script succeeded, all stores are removed, including the stores of models that were garbage-collected.
@@ -446,16 +452,15 @@ class Run:
         Args:
             failed: whether the script failed.
             stopped: whether Ctrl-C stopped the script.
-            refused: whether the script failed with an error of infinity.
         """
         with ExitStack() as ending:
             ending.callback(remove_empty, self._absent)
             ending.callback(self._scratch.close)
             models = self.alive()
-            if not (refused or stopped) and registry.entered() == self._entered_before:
-                log_nothing_offloaded(failed=failed)
+            if not failed and registry.entered() == self._entered_before:
+                log_nothing_offloaded()
             if stopped or (failed and models):
-                ending.callback(log_leftovers, self._places(), stopped=stopped)
+                ending.callback(log_leftovers, self._places(), self.resuming, stopped=stopped)
             for model in models:
                 ending.callback(close if failed else _close_finished, model)
             if not failed:

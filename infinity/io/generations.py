@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,7 @@ class Generations:
                 extent.turn_to(copy)
             raise
         self._pinned = pinned
+        staying.sort(key=lambda pin: pin.digest == digest)  # the run's next folder comes after the one it resumes from
         stays = {pin.manifest_name for pin in staying}
         unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
         self._given_up |= dict.fromkeys(unpinned, "is not needed by any checkpoint folder")
@@ -376,17 +378,25 @@ class Generations:
             over = [pin for pin in self._pins.entries if pin not in self._pending_recovery.pins]
             if over:
                 logger.warning("no checkpoint folder needs these generations any more: %s", pins_text(over))
+            if self._pending_recovery.pins != self._pins.entries:
                 self._write_pins(self._pending_recovery.pins)
             self._pending_recovery = None
         if self._given_up:
             for path, why in self._given_up.items():
                 step = int(path.name.partition(".")[0].split("-")[1])
-                gone = f"generation {step} {why} and is removed ({path})"
+                then = "stays for its checkpoint folder" if self._is_pinned(path) else f"is removed ({path})"
+                gone = f"generation {step} {why} and {then}"
                 logger.warning("the run resumes from generation %s; %s", self.newest, gone)
                 atomic_file.remove(path)
             atomic_file.sync_directory(self._directory.path)
             self._given_up = {}
         self.require_room()
+
+    def _is_pinned(self, path: Path) -> bool:
+        """Return whether a checkpoint folder pins the generation of a manifest; False for a damaged manifest."""
+        with suppress(ManifestError):
+            return digest_of(manifest_bytes(path)) in self._pinned
+        return False
 
     # -- pins ---------------------------------------------------------------------------------------------------------
 

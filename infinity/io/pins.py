@@ -215,6 +215,9 @@ def begin_folder(folder: Path, into: Path | None = None) -> None:
 def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
     """Return the pins in a swap directory, oldest first; [] if there is no file of pins.
 
+    A pin that a run resumed from counts as the newest at that moment, so the last pin is on the present branch of the
+    run.
+
     Args:
         directory: the first swap directory of a store.
         run: id of the run that the pins must belong to; None: any run.

@@ -240,8 +240,8 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         each = limits.for_each if limits.in_place else ""
         raise DeviceRoomError(
-            f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
-            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are on the device at the "
+            f"unit '{largest.name}' needs {format_bytes(nbytes)} of memory.device: its weights, "
+            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are in use at the "
             f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; "
             f"memory.device is {format_bytes(limits.device)}{each}. Raise memory.device to "
             f"{_config_bytes(limits, nbytes + ring.nbytes + decoding)} plus what activations need.",

@@ -278,8 +278,8 @@ class Fetcher:
         needed = unit.full.weight_bytes + sum(other.full.weight_bytes for other in busy)
         every = sum(self._sizes)
         raise PlanError(
-            f"no device memory for unit '{unit.name}' ({format_bytes(unit.full.weight_bytes)}): the units in use "
-            f"({', '.join(other.name for other in busy)}) take the {format_bytes(budgets.slot_bytes)} planned for "
+            f"memory.device has no room for unit '{unit.name}' ({format_bytes(unit.full.weight_bytes)}): the units in "
+            f"use ({', '.join(other.name for other in busy)}) take the {format_bytes(budgets.slot_bytes)} planned for "
             "weights, or the program holds views of them. Drop the views, or raise memory.device to "
             f"{budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
         )

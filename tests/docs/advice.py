@@ -414,8 +414,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
         "`infinity checkpoint remove ": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
-        "Resume from the checkpoint folder": "integrations/test_trainer.py::"
-        "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
     },
     "integrations/optimizers.py": {
         "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"

@@ -219,9 +219,11 @@ def test_the_line_of_a_model_says_how_much_of_it_is_trained_and_where_it_rests(
         model = adapted(AutoModelForCausalLM.from_pretrained(checkpoint))
         every = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         trainer(model, rows, tmp_path / "out").train()
+        in_place = registry.coordinator_of(model).plan.budgets.limits.in_place
     trained, numel = sum(size for size, grad in every if grad), sum(size for size, _ in every)
     assert trained < numel
     assert (
         f"infinity: PeftModelForCausalLM, trained: {trained:,} of {numel:,} parameters: weights on nvme, "
         "optimizer states on nvme; it takes "
     ) in caplog.text
+    assert ("of device memory" in caplog.text) is not in_place

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import infinity
 from infinity.cli.main import main
-from infinity.integrations.leftover_hint import log_leftovers
+from infinity.integrations.leftover_hint import log_leftovers, no_command
 from tests import processes
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, trainer
@@ -62,10 +62,18 @@ def test_ctrl_c_ends_in_one_line_that_names_the_folder_to_go_on_from(checkpoint:
     assert "Traceback" not in ended.stderr
     folder = tmp_path / "out" / "checkpoint-2"
     assert re.fullmatch(
-        rf"infinity: stopped; its states after step \d are durable in {tmp_path}/swap\. Resume from the checkpoint "
-        rf"folder {folder} \(step 2\): .*`infinity run --resume {folder} CONFIG SCRIPT`\..*",
+        rf"infinity: stopped; its states after step \d are durable in {tmp_path}/swap\. Resume from step 2 with "
+        rf"`.* run --resume {folder} swap\.yaml train\.py`, or .*",
         ended.stderr.splitlines()[-1],
     )
+    refused = processes.run(launch_in, str(tmp_path))
+    assert refused.returncode == 2
+    assert re.fullmatch(
+        rf"error: {tmp_path}/swap holds the states of an earlier run after step \d\. Resume from step 2 with "
+        rf"`.* run --resume {folder} swap\.yaml train\.py`, or .*",
+        refused.stderr.splitlines()[-1],
+    )
+    assert "Traceback" not in refused.stderr
 
 
 def test_before_the_first_folder_it_says_that_none_names_the_states(checkpoint: Path, tmp_path: Path) -> None:
@@ -109,7 +117,7 @@ def test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works(
     with launch(), pytest.raises(infinity.StoreNotEmptyError) as refused:
         trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
     told = str(refused.value)
-    assert "No checkpoint folder names its generations" in told
+    assert "No checkpoint folder names them" in told
     assert "smaller save_steps" in told
     assert "resume_from_checkpoint" not in told
     assert f"`infinity checkpoint export {swap} --output OUT`" in told
@@ -119,6 +127,22 @@ def test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works(
     assert main(["checkpoint", "remove", str(swap)]) == 0
     with launch():
         trainer(out, rows, tmp_path / "out", **SAVING).train()
+
+
+def test_a_resumed_run_that_is_stopped_names_no_folder_of_the_branch_that_it_left(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SAVING | {"save_total_limit": 2, "max_steps": 4}
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", **options).train()
+    folder = tmp_path / "out" / "checkpoint-2"
+    with contextlib.suppress(KeyboardInterrupt), launch():
+        again = trainer(checkpoint, rows, tmp_path / "out", **options)
+        again.add_callback(_Stop())
+        again.train(resume_from_checkpoint=str(folder))
+    assert f"Resume from step 2 with {folder} as" in caplog.messages[-1]
+    with launch(), pytest.raises(infinity.StoreNotEmptyError, match=f"Resume from step 2 with {folder} as"):
+        trainer(checkpoint, rows, tmp_path / "out", **options).train()
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
@@ -132,7 +156,7 @@ def test_a_store_on_two_disks_goes_with_the_command_that_is_said_at_the_end(
             one.add_callback(_Stop())
         one.train()
     if not ends_well:
-        log_leftovers(paths[:1], stopped=True)
+        log_leftovers(paths[:1], no_command, stopped=True)
     command = caplog.text.partition("`infinity checkpoint remove ")[2].partition("`")[0]
     assert main(["checkpoint", "remove", *shlex.split(command)]) == 0
     assert not any(os.listdir(path) for path in paths if path.exists())

@@ -108,6 +108,22 @@ def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(
     assert "damaged" not in caplog.text
 
 
+def test_a_newer_generation_that_a_folder_pins_is_not_called_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    run = Run(tmp_path).to(2)
+    folder = run.save()
+    newer = run.to(4).save()
+    run.end()
+    Run(tmp_path, folder=folder).to(3).end()
+    assert "the run resumes from generation 2; generation 4 is newer and stays for its checkpoint folder" in caplog.text
+    assert "removed" not in caplog.text
+    again = Run(tmp_path, folder=newer)
+    assert again.done == 4
+    again.end()
+
+
 def test_a_damaged_generation_that_goes_is_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Run(tmp_path, keep=2).to(4).end()
     newest = generations_in(tmp_path / "swap")[4]

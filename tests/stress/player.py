@@ -81,7 +81,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
             given = load_config(config | {"memory": memory})
             plan = make_plan(found.units, Terms(given, cpu), can_recompute=False, sites=found.sites)
         except infinity.PlanError as error:
-            host, device = (host, device * 1.3) if "of device memory" in str(error) else (host * 1.3, device)
+            host, device = (host, device * 1.3) if "of memory.device" in str(error) else (host * 1.3, device)
             continue
         if plan.placement.accumulates or not accumulates:
             return config | {"memory": memory}

@@ -61,7 +61,7 @@ def test_a_unit_in_use_moves_where_the_room_is_not_in_one_piece(three: tuple[Coo
 def test_a_unit_that_somebody_holds_views_of_stays_where_it_is(three: tuple[Coordinator, list[torch.Tensor]]) -> None:
     coordinator, values = three
     view = weight(coordinator, 1).detach().view(-1)
-    with pytest.raises(infinity.PlanError, match="no device memory for unit '2'.* in use .1. take the 40.00 KiB"):
+    with pytest.raises(infinity.PlanError, match="no room for unit '2'.* in use .1. take the 40.00 KiB"):
         coordinator.begin_use(2)
     assert torch.equal(view, values[1].view(-1))
     assert torch.equal(weight(coordinator, 1), values[1])
@@ -76,7 +76,7 @@ def test_units_that_were_to_move_are_back_where_that_does_not_help(
 ) -> None:
     coordinator, values = three
     coordinator.begin_use(0)
-    with pytest.raises(infinity.PlanError, match=r"no device memory for unit '2'.* in use \(0, 1\) take"):
+    with pytest.raises(infinity.PlanError, match=r"memory.device has no room for unit '2'.* in use \(0, 1\) take"):
         coordinator.begin_use(2)
     for index in (0, 1):
         assert torch.equal(weight(coordinator, index), values[index])
@@ -187,7 +187,7 @@ def test_there_is_an_error_with_the_fix_when_nothing_helps() -> None:
     room, _ = alone(budget=3, sizes=(2, 2), in_place=False)
     room.units[0].weights.use()
     brought(room, 0)
-    with pytest.raises(infinity.PlanError, match=r"no device memory for unit '1' .* memory.device to 16384 B"):
+    with pytest.raises(infinity.PlanError, match=r"memory.device has no room for unit '1' .* memory.device to 16384 B"):
         brought(room, 1)
     room.units[0].weights.unuse()
     brought(room, 1)
