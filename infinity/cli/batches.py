@@ -12,12 +12,14 @@ from infinity.base import accelerator
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that a model is trained on at once, in host memory.
+    """The sequences of one forward and backward pass, in host memory.
 
     Attributes:
         ids: tokens, int64 [sequences, tokens].
-        labels: `ids`, with NOTHING in place of the tokens that are not learned; None: all tokens are learned.
-        positions: positions, int64 [sequences, tokens], counted from 0 in each example; None: from 0 in each sequence.
+        labels: `ids`, with NOTHING in place of each token that does not contribute to the loss. None means that all
+            tokens contribute.
+        positions: positions of the tokens, int64 [sequences, tokens], counted from 0 in each example. None means that
+            they are counted from 0 in each sequence.
     """
 
     NOTHING: ClassVar[int] = -100
@@ -37,8 +39,8 @@ class Batch:
     def inputs_of(self, model: Any) -> dict[str, Any]:
         """Return the arguments for a call of a transformers model that computes logits, on the model's device.
 
-        The arguments have no attention mask: without a mask and without a cache, the model separates the examples of a
-        sequence by their positions.
+        The arguments have no attention mask. If there is neither a mask nor a cache, the model separates the examples
+        of a sequence by their positions.
         """
         given = {"input_ids": self.ids} | ({} if self.positions is None else {"position_ids": self.positions})
         return {name: accelerator.bring(tensor, model.device) for name, tensor in given.items()}
@@ -46,8 +48,8 @@ class Batch:
     def of_trainer(self) -> dict[str, torch.Tensor]:
         """Return the batch as the arguments that a Trainer expects, in host memory.
 
-        The result has no attention mask: with a mask of ones, transformers would make the host wait for the device,
-        only to find that nothing is masked. If the batch has no positions, the model computes the positions.
+        The result has no attention mask, because transformers would make the host wait for the device in order to check
+        a mask of ones. If the batch has no positions, the model computes the positions.
         """
         apart = {} if self.positions is None else {"position_ids": self.positions}
         return {"input_ids": self.ids, "labels": self.ids if self.labels is None else self.labels, **apart}

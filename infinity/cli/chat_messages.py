@@ -34,8 +34,8 @@ def messages_of(given: list[Any], where: str) -> list[dict[str, Any]]:
     """Return the messages in a list of messages, of strings, or of questions with their answers.
 
     Args:
-        given: the list.
-        where: its place in the data, for messages of errors.
+        given: the list of messages, strings, or questions with their answers.
+        where: place of the list in the data, for error messages.
 
     Raises:
         ConfigError: the list is empty, or one of its entries has another shape.
@@ -67,7 +67,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where} has '{other}' and '{key}'; leave one of them")
         if other in message:
             message[key] = message.pop(other)
-    if message.get("role") == "function_call":  # the form of LLaMA-Factory
+    if message.get("role") == "function_call":  # a pair in the form of LLaMA-Factory
         calls = from_json(message.pop("content", None), f"{where}: the value of a function_call")
         message |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     calls = _calls(message, where)
@@ -82,10 +82,10 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Remove the calls from a message and return them, with their arguments as objects.
+    """Remove the tool calls from a message and return the calls, with their arguments as objects.
 
-    Chat templates write arguments as JSON. OpenAI's arguments are already JSON in a string, which a template would
-    encode a second time.
+    A chat template encodes the arguments as JSON. In OpenAI's form the arguments are already a string of JSON, and the
+    template would encode this string a second time.
     """
     older, given = message.pop("function_call", None), message.pop("tool_calls", None)
     if older and given:
@@ -100,14 +100,14 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else None
         except (ValueError, RecursionError):
-            parsed = None  # arguments that are not JSON stay a string, which the model learns to write
+            parsed = None  # if the arguments are not JSON, the model learns to write the string as it is
         parsed = parsed if isinstance(parsed, dict) else {} if arguments in (None, "") else arguments
         calls.append(call | {"function": function | {"arguments": parsed}})
     return calls
 
 
 def _text_of(parts: list[Any], where: str) -> str:
-    """Return the text of a content that is a list of parts, joined by line breaks (as vLLM and llama.cpp do).
+    """Return the text of a content that is a list of parts: the parts joined by line breaks, as in vLLM and llama.cpp.
 
     Raises:
         ConfigError: a part is not text.
@@ -124,13 +124,13 @@ def _text_of(parts: list[Any], where: str) -> str:
 
 
 def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
-    """Return for each message whether its fields ask that the message is learned; None if no field asks.
+    """Return for each message whether its fields ask to learn the message; None if no message has such a field.
 
     The fields are `weight`, `train` and `loss`; they are removed from the messages.
 
     Raises:
-        ConfigError: a weight is not 0 or 1, a field asks to learn a message of another role than the assistant, or a
-            field asks to learn only a part of a message.
+        ConfigError: a weight is not 0 or 1, a field asks to learn a message whose role is not the assistant, or a field
+            asks to learn only a part of a message.
     """
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
@@ -165,11 +165,11 @@ def unicode(text: str, where: str) -> str:
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """Return a list that is given as a list or as JSON.
+    """Return a list from a value that is a list or a string of JSON.
 
     Args:
         value: the list or the JSON.
-        what: its name, for messages of errors.
+        what: name of the value, for error messages.
 
     Raises:
         ConfigError: the value is not a list.
@@ -185,7 +185,7 @@ def from_json(text: Any, what: str) -> Any:
 
     Args:
         text: the JSON.
-        what: its name, for messages of errors.
+        what: name of the text, for error messages.
 
     Raises:
         ConfigError: the text is not valid JSON.

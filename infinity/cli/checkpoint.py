@@ -176,11 +176,13 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
 
 
 def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
-    """Write the tokenizer of a run of `infinity finetune` to an exported model, so that the next run can begin from it.
+    """Write the tokenizer of a run of `infinity finetune` to an exported model.
+
+    The next run can then begin from the model.
 
     Args:
         directory: directory of the exported model.
-        tracked: state that the run tracked in the generation.
+        tracked: states of the tracked objects in the exported generation.
     """
     from infinity.cli import job
     from infinity.cli.tokenizer import load_tokenizer
@@ -204,12 +206,12 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
 def _remove(paths: list[Path], *, pinned: bool) -> None:
     """Remove a store.
 
-    An interrupted removal can be repeated: the files that identify the store are removed last, and a part that is
-    already gone is not an error.
+    If the removal is interrupted, it can be repeated, because the files that identify the store are removed last. A
+    part that is already removed is not an error.
 
     Args:
         paths: all directories of the store.
-        pinned: whether to remove the store even if existing checkpoint folders pin its generations.
+        pinned: whether to remove the store even if existing checkpoint folders pin generations of the store.
     """
     counts = counts_in(paths[0])
     for count in (count for count in counts if count > 1):
@@ -232,7 +234,7 @@ def _remove(paths: list[Path], *, pinned: bool) -> None:
 
 
 def _remove_references(paths: Sequence[Path]) -> None:
-    """Remove the weights of reference models that a killed run has left below its own store."""
+    """Remove the weights of reference models that a killed run has left in subdirectories of its store."""
     left = sorted(each.parent for path in paths for each in path.glob(f"reference-*/**/{HEADER_NAME}"))
     if left:
         _say(f"references that a killed run left: {format_bytes(remove_rank_stores([each] for each in left))} freed")
@@ -240,11 +242,10 @@ def _remove_references(paths: Sequence[Path]) -> None:
 
 
 def _require_one_store(paths: Sequence[Path]) -> None:
-    """Check that the paths are all directories of one store. Some parts of the store may already be removed.
+    """Check that the paths are exactly the directories of one store. Some parts of the store may already be removed.
 
     Raises:
-        NoStoreError: a directory has no store, and the store of the other directories never had a part in this
-            directory.
+        NoStoreError: a directory has no store, and is not a directory of the store that the other directories have.
         ConfigError: directories of the store may be missing, or the store of a directory cannot be determined.
         ManifestError: a header cannot be understood.
     """
@@ -281,11 +282,11 @@ def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
 def _refusal(
     found: dict[Path, Header | DamagedFileError | NoStoreError], known: dict[Path, Header]
 ) -> NoStoreError | ConfigError:
-    """Return the error if no directory has the header of a store with as many parts as there are directories.
+    """Return the error for directories none of which has the header of a store with this number of parts.
 
     Args:
-        found: header or problem of each directory.
-        known: headers of the directories that have one.
+        found: for each directory its header, or the problem with its header.
+        known: the headers, by directory, of the directories that have a header.
     """
     nothing = next((each for each in found.values() if isinstance(each, NoStoreError)), None)
     if nothing is not None:

@@ -9,15 +9,18 @@ import sys
 from pathlib import Path
 
 _TOGETHER = ("finetune", "run")
-"""Commands that run on all ranks. All other commands run in one process: if each rank removed the same store, all ranks
-but one would fail."""
+"""Commands that run on all ranks.
+
+All other commands run in one process. For example, if each rank removed the same store, only one rank would succeed.
+"""
 
 
 def command(*arguments: object) -> str:
     """Return a command line that starts this program again.
 
-    The command line begins with `infinity` if the shell finds this program by that name, otherwise with the name by
-    which this program was called. On one of several ranks, commands that run on all ranks begin with the launcher.
+    If the shell finds this program under the name `infinity`, the command line begins with `infinity`, otherwise with
+    the name by which this program was called. If there are several ranks, a command that runs on all ranks begins with
+    torchrun.
 
     Args:
         arguments: the command and its arguments, which are quoted for the shell.

@@ -9,7 +9,7 @@ from infinity.plan.planner import require_paths
 
 
 def require_ready(config: SwapConfig) -> None:
-    """Check the directories and the engine of a swap config. Nothing is written.
+    """Check the directories and the I/O engine of a swap config. Nothing is written.
 
     Raises:
         ConfigError: nvme.paths is missing; a path in nvme.paths is not a directory and cannot be created, or is not

@@ -32,7 +32,8 @@ def convert(options: argparse.Namespace) -> None:
     source = read(options.input)
     conversion = converted(source)
     text = swap_text(conversion, source)
-    load_config(values_of(conversion.lines))  # checked as values, so that an error names the values and not a file
+    # the values are checked and not the written file, so that an error names the values
+    load_config(values_of(conversion.lines))
     if load_config(parse_yaml(text)) != load_config(values_of(conversion.lines)):
         raise AssertionError(f"the written swap config does not have the converted values:\n{text}")
     said = report(conversion, source, output)

@@ -1,13 +1,16 @@
-"""Conversion of documents to sequences of tokens. Memory is bounded, because the tokens are written to a file.
+"""Conversion of documents to sequences of tokens.
+
+The tokens are written to a file, so any amount of text needs only a bounded amount of memory.
 
 [Note: rows and packed examples]
 If all documents are text, their tokens form one row, with the end-of-text token between documents. This row is cut into
-sequences. The sequences therefore need no padding, and may contain the end of one document and the beginning of the
-next.
+sequences. Therefore the sequences need no padding. A sequence may contain the end of one document and the beginning of
+the next document.
 
-If any document has a prompt or messages, every document is an example. An example is one part of a sequence: the
-positions of its tokens count from 0, and its tokens do not attend to the other parts (batches.py). An example that is
-longer than a sequence is cut. If the long example is a text, the remaining tokens become a further example.
+If any document has a prompt or messages, every document becomes an example. One sequence may contain several examples.
+In each example the positions of the tokens count from 0, and a token attends only to tokens of its own example
+(batches.py). An example that is longer than a sequence is cut. If this example is a plain text, the remaining tokens
+become a further example.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from infinity.errors import ConfigError, printable
 from infinity.quoting import quoted
 
 _NAMED = 5
-"""Maximum number of files that a message names. It counts the others."""
+"""Maximum number of files that a message names. The message gives only the number of the other files."""
 _COUNTED = 100
-"""Maximum number of different fields that are counted."""
+"""Maximum number of different unread fields that are counted."""
 _SCANNED = 1 << 20
 """Number of tokens that are scanned at a time."""
 _LEFT_OUT = {
@@ -57,9 +60,9 @@ _LEFT_OUT = {
     ),
     "cut": ("examples cut, because they are longer than --sequence-length {length}", ""),
 }
-"""Reasons why rows are left out or cut, each with the advice for data in which all rows have this reason."""
+"""Reasons why rows are left out or cut. The advice for a reason is shown if no row can be used, all for this reason."""
 NOT_LEARNED = np.uint32(1 << 31)
-"""Bit that marks a token that is not learned."""
+"""Bit that marks a token that does not contribute to the loss."""
 
 
 class _Span(NamedTuple):
@@ -70,7 +73,7 @@ class _Span(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of tokens, or pairs of sequences, by index. `rows` returns a Batch, or Pairs.
+    """Sequences of tokens, or pairs of sequences, by index. `rows` returns a Batch of sequences, or Pairs.
 
     Attributes:
         digest: digest of all sequences.
@@ -125,10 +128,11 @@ class PackedData:
         paths: files and directories of the data.
         tokenizer: tokenizer of the model.
         sequence_length: tokens of a sequence.
-        directory: directory for the file with the tokens. The file is unnamed, and is removed when the process ends.
-        loss_on: the tokens that are learned in rows with prompts or messages: "answers" or "all".
+        directory: directory for the file with the tokens. The file has no name, and its space is freed when the process
+            ends.
+        loss_on: the tokens that contribute to the loss, in rows with prompts or messages: "answers" or "all".
         columns: values of --columns, by name.
-        packing: whether a sequence may have several examples; otherwise each example has its own sequence and padding.
+        packing: whether a sequence may have several examples. If not, each sequence has one example and padding.
         option: option that named the paths, for messages.
         method: --method of the run.
 
@@ -136,14 +140,14 @@ class PackedData:
         tokens: number of tokens.
         largest_token: the largest token.
         sequences: number of sequences, of `sequence_length` tokens each.
-        has_examples: whether the documents are examples, not one row.
+        has_examples: whether each document is an example. If not, the documents form one row.
         has_chats: whether the chat template made some of the examples.
-        shares_sequences: whether some sequence has more than one example.
+        shares_sequences: whether any sequence has more than one example.
         left_out: files that are not text, each with the reason.
 
     Raises:
-        ConfigError: no file is text, the tokenizer knows none of the text, there are fewer tokens than one sequence, no
-            example has a learned token, or an error of documents.find_files or documents.documents.
+        ConfigError: no file is text; the tokenizer knows none of the text; there are fewer tokens than one sequence
+            has; or no token contributes to the loss. documents.find_files and documents.documents raise further errors.
         OSError: `directory` cannot be written.
     """
 
@@ -166,12 +170,12 @@ class PackedData:
         self._columns = columns or {}
         self.sequence_length = sequence_length
         self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this object)
-        self._counts: Counter[str] = Counter()  # by the names of _LEFT_OUT
+        self._counts: Counter[str] = Counter()  # number of rows by reason, with the names of _LEFT_OUT
         self._places: dict[str, list[str]] = defaultdict(list)  # the first rows of each reason
         self._unread: Counter[str] = Counter()  # fields of rows that are not read
         self.tokens = 0
         self.has_chats = False
-        self._ends = array("q")  # position of each document's end
+        self._ends = array("q")  # for each document, the position of its end in the file
         self._of_example = bytearray()  # for each document, whether it is an example
         self._before, self._after = _around_text(tokenizer)
         with of_option(option):
@@ -191,7 +195,7 @@ class PackedData:
         self._require_enough(", ".join(map(printable, paths)))
 
     def _scanned(self, layout: bytes) -> str:
-        """Find the largest token and the first known token, and return the digest of all tokens."""
+        """Set `largest_token` and the position of the first known token. Return the digest of all tokens."""
         special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         digest, self.largest_token, self._first_known = hashlib.blake2b(digest_size=16), -1, self.tokens
         for begin in range(0, self.tokens, _SCANNED):
@@ -243,7 +247,7 @@ class PackedData:
         return f"{said}: {self._counts[why]}" + (f" ({places})" if places else "")
 
     def preview(self) -> str:
-        """Return the text of the first document, with its learned parts in «»."""
+        """Return the text of the first document, with «» around the parts that contribute to the loss."""
         stored = self._stored()
         numel = min(self._ends[0] if self._ends else 0, self.sequence_length)
         text, spans = "", list[tuple[bool, list[int]]]()
@@ -287,7 +291,7 @@ class PackedData:
         self._unread.update(each for each in fields if each in self._unread or len(self._unread) < _COUNTED)
 
     def _add_text(self, document: Text) -> None:
-        """Add a document. A document that is blank or not text adds nothing."""
+        """Add a document. A document that is blank, or that is not text, is ignored."""
         begin, blank = self.tokens, True
         try:
             self._write(self._before)
@@ -306,7 +310,8 @@ class PackedData:
 
     def _add_example(self, example: Example) -> None:
         numel = min(len(example.ids), self.sequence_length)
-        if not any(example.learned[1:numel]):  # no earlier token predicts the first token
+        # the first token does not contribute to the loss, because no earlier token predicts it
+        if not any(example.learned[1:numel]):
             why = "declined" if example.declined else "late" if any(example.learned[1:]) else "unanswered"
             self._leave_out(why, example.where)
             return
@@ -363,12 +368,12 @@ class PackedData:
         for end, is_example in zip(self._ends, self._of_example, strict=True):
             for at in range(begin, end, self.sequence_length):
                 numel = min(self.sequence_length, end - at)
-                if is_example or numel > 1:  # a part of one token has no token to predict
+                if is_example or numel > 1:  # a part of one token is useless, because the model has no token to predict
                     yield _Span(at, numel)
             begin = end
 
     def _packed(self, packing: bool) -> list[list[int]]:
-        """Return the spans of each sequence."""
+        """Return for each sequence the spans that it contains."""
         if packing:
             return pack([span.numel for span in self._spans], self.sequence_length)
         return [[index] for index in range(len(self._spans))]
@@ -398,7 +403,10 @@ class PackedData:
         return Batch(*(torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True)))
 
     def _examples_of(self, stored: Any, index: int, padding: int) -> tuple[Any, Any, Any]:
-        """Return tokens, labels and positions of a sequence. Padding is a further example without learned tokens."""
+        """Return tokens, labels and positions of a sequence.
+
+        The padding is treated as one more example, whose tokens do not contribute to the loss.
+        """
         ids = np.full(self.sequence_length, padding, dtype=np.int64)
         labels = np.full(self.sequence_length, Batch.NOTHING, dtype=np.int64)
         positions = np.empty(self.sequence_length, dtype=np.int64)

@@ -1,9 +1,8 @@
-"""The default of `--dtype`, and a line that explains it.
+"""The default of `--dtype`, and a line of text that explains the default.
 
-On a GPU the default is bf16. On a CPU, torch multiplies 16-bit matrices fast only if the processor has instructions for
-their dtype and torch uses these instructions. Otherwise products of 16-bit matrices are slower than products of fp32
-matrices. The default depends on the processor's flags and not on a timing, so that a machine always has the same
-default.
+On a GPU the default is bf16. On a CPU, a product of 16-bit matrices is fast only if the processor has instructions for
+their dtype, and torch uses these instructions. Otherwise the product of fp32 matrices is faster. The default depends on
+the processor's flags and not on a timing, so that a machine always has the same default.
 """
 
 from __future__ import annotations
@@ -17,22 +16,24 @@ from infinity.cli.machine_facts import processor
 _ROOT = Path("/")
 _X86 = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
 _ARM: Mapping[str, Sequence[str]] = {"bf16": ("bf16",), "fp16": ()}
-"""Flags of the processors that have instructions for a 16-bit dtype, by dtype, in the order of preference. On 64-bit
-ARM torch uses no fp16 instructions."""
+"""Flags of processors that have instructions for a 16-bit dtype, by dtype.
+
+The preferred dtype comes first. On 64-bit ARM torch uses no fp16 instructions.
+"""
 
 Source = Literal["default", "option", "run"]
 """Source of a dtype: the default, an option of the user, or the run that is resumed."""
 
 
 class DefaultDtype(NamedTuple):
-    """Name of a dtype on the command line, and the reason why it is the default."""
+    """Name of the default dtype on the command line, and the reason why this dtype is the default."""
 
     name: str
     why: str
 
 
 def default_dtype(device: str, root: Path = _ROOT) -> DefaultDtype:
-    """Return the dtype of the weights if the user chooses none.
+    """Return the dtype that weights have if the user chooses no dtype.
 
     Args:
         device: type of the device that computes, such as "cpu".
@@ -51,7 +52,9 @@ def default_dtype(device: str, root: Path = _ROOT) -> DefaultDtype:
 
 
 def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> str | None:
-    """Return a line for the user about the dtype `name`: why it is the default, or that it is slow on this processor.
+    """Return a line for the user about the dtype `name`.
+
+    The line says why this dtype is the default, or that it is slow on this processor.
 
     Args:
         name: the dtype by its name on the command line.
@@ -60,7 +63,7 @@ def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> st
         root: directory that contains /proc, for tests.
 
     Returns:
-        None for a dtype that was chosen and is not slow.
+        None if the user chose the dtype, and the dtype is not slow.
     """
     default = default_dtype(device, root)
     if source == "default":

@@ -22,7 +22,7 @@ _NAMES: tuple[tuple[str, DiskKind], ...] = (
     (r"mmcblk\d", "card"),
 )
 _NETWORK_MODELS = ("Elastic Block Store", "nvme_card-pd", "PersistentDisk", "NVMe Accelerator")
-"""Parts of the model names of a cloud's network volumes, which look like local NVMe drives."""
+"""Parts of the model names of network volumes in clouds. These volumes look like local NVMe drives."""
 _VIRTUAL_MODELS = ("QEMU", "VMware", "Virtual", "VBOX")
 
 
@@ -63,7 +63,7 @@ def _transports(device: Path) -> set[str]:
         device: directory of the controller or the subsystem in /sys.
 
     Returns:
-        An empty set if no controller tells its transport.
+        An empty set if /sys names no transport for any of the controllers.
     """
     places = [device, *(device.glob("nvme[0-9]*") if device.is_dir() else [])]
     return {text for place in places if (text := text_of(place / "transport"))}

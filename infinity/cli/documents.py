@@ -1,4 +1,4 @@
-"""The documents of --data: the selection of files, and the division of a file into documents."""
+"""The documents of --data: which files are read, and how a file is divided into documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
 
 Text = Iterator[str]
-"""A document in pieces of bounded size. The pieces end where tokenizers separate words."""
+"""A text document as pieces of bounded size. Each piece ends at a place where tokenizers separate words."""
 Document = Text | Example | Pair
 
 PIECE_CHARS = 1 << 20
@@ -30,8 +30,10 @@ _LINE_BYTES_MAX = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 _LINES = (".jsonl", ".ndjson")
 _LIST = ".json"
-"""Ending of files that are a list of rows. A file with this ending is read only if the user names the file itself;
-inside a directory such a file could be anything."""
+"""Ending of a file that contains a list of rows.
+
+Such a file is read only if the user names the file itself, because in a directory it may be any kind of JSON.
+"""
 _LIST_BYTES_MAX = 1 << 30
 _PIECE_BYTES = 1 << 20
 _OTHER_FORMATS = {
@@ -39,17 +41,19 @@ _OTHER_FORMATS = {
     (".gz", ".bz2", ".xz"): "Unpack it and give what is in it, or name it as what it is, such as .jsonl.gz or .txt.gz",
     (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
 }
-"""Endings of files whose format is not read, and what the user can do instead."""
+"""Endings of files whose format infinity does not read, each with advice for the user."""
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Endings of compressed files. A compressed file is unpacked while it is read, if the ending before the compression's
-names text or rows."""
+"""Endings of compressed files.
+
+A compressed file is unpacked while it is read, if the preceding ending is one of text or rows (as in `.jsonl.gz`).
+"""
 _UNPACKED = (*_LINES, _LIST, ".txt")
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 @contextmanager
 def of_option(option: str) -> Iterator[None]:
-    """Make a ConfigError of the block name the option that named the data."""
+    """Add the option that named the data to each ConfigError of the block."""
     try:
         yield
     except ConfigError as error:
@@ -61,11 +65,13 @@ class NotTextError(Exception):
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Return the files to read, in a fixed order: the files in `paths`, and all files below the directories in `paths`
-    except hidden files. Symbolic links are followed.
+    """Return the files to read, in a fixed order.
+
+    These are the files in `paths`, and all files below the directories in `paths` that are not hidden. Symbolic links
+    are followed.
 
     Returns:
-        The files; and the entries of directories that cannot be read as text, each with the reason.
+        The files, and the entries of directories that are not read, each with the reason.
 
     Raises:
         ConfigError: a path is missing, not a regular file, empty, or of a format that is not read; or a directory has
@@ -83,7 +89,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
                 raise ConfigError(f"{printable(path)}: the directory has no files")
             why = {file: _kind(file) or _other_format(file, in_directory=True) for file in found}
             readable = [file for file in found if not why[file]]
-            if not readable:  # the directory is probably a dataset in another format
+            if not readable:  # the directory is probably a dataset in a format that is not read
                 for file in found:
                     _require_format(file)
                 raise ConfigError(f"{printable(found[0])}: {why[found[0]]}")
@@ -107,21 +113,23 @@ def documents(
     unread: Callable[[Iterable[str]], None],
     method: str = "sft",
 ) -> Iterator[Document]:
-    """Yield the documents of a file: the whole file; or the rows of a .jsonl file, a table or a saved dataset, which
+    """Yield the documents of a file.
+
+    A text file is one document. Each row of a .jsonl file, of a table or of a saved dataset is a document, which
     fields.py and records.py convert.
 
     Args:
         path: the file or the directory of a saved dataset.
         tokenizer: tokenizer of the model.
-        loss_on: tokens of rows with prompts or messages that are learned.
+        loss_on: the tokens that contribute to the loss, in rows with prompts or messages.
         columns: values of --columns, by name.
         unread: function that is called with the fields of each row that are not read.
-        method: --method of the run; "dpo" and "reward" learn pairs of answers.
+        method: --method of the run. The methods "dpo" and "reward" learn pairs of answers.
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may already have been yielded.
-        ConfigError: the file cannot be read; the method learns pairs and the file has no rows; or a row has another
-            shape (the error names file:line).
+        ConfigError: the file cannot be read; the method learns pairs but the file has no rows; or a row has an unknown
+            layout (the error names file:line).
     """
 
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
@@ -145,7 +153,7 @@ def documents(
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file, each with its place."""
+    """Yield the rows of a file, each with its place (file:line)."""
     if _ending(path) in _LINES:
         yield from _json_lines(path)
         return
@@ -157,8 +165,8 @@ def pieces(read: Callable[[int], str]) -> Text:
     """Yield a text in pieces of at most PIECE_CHARS.
 
     Args:
-        read: function that returns the next characters of the text: the number asked for, or fewer at the end of the
-            text; after the end ''.
+        read: function that returns the next characters of the text. Its argument is the number of characters. At the
+            end of the text it returns fewer characters, and after the end ''.
     """
     text = ""
     while more := read(PIECE_CHARS):
@@ -174,8 +182,8 @@ def pieces(read: Callable[[int], str]) -> Text:
 def _cut(text: str) -> int:
     """Return the length of the first piece of a text.
 
-    The piece ends where tokenizers separate words: after a single line break, or before a single space; else at any
-    white space. In a text without white space, the piece has the maximum length.
+    The piece ends where tokenizers separate words: if possible after a single line break or before a single space,
+    otherwise at any white space. If the text has no white space, the piece has the maximum length.
     """
     first = max(PIECE_CHARS - _CUT_WINDOW, 1)
     window = text[first - 1 : PIECE_CHARS + 1]
@@ -202,7 +210,7 @@ def _kind(path: Path) -> str:
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
     """Yield all entries below a directory, except directories and hidden entries.
 
-    A link to a parent directory is skipped, because it would be a cycle.
+    A link to a parent directory is skipped, because following the link would never end.
 
     Args:
         directory: the directory.
@@ -236,11 +244,13 @@ def _ending(path: Path) -> str:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file for reading; a compressed file is unpacked if `_ending` returns the ending before the compression's.
+    """Open a file for reading.
 
-    Opening and reading a damaged file raise one of the exceptions in _DAMAGED.
+    A compressed file is unpacked if its format is one that is read compressed (see _PACKED).
+
+    If the file is damaged, opening or reading it raises one of the exceptions in _DAMAGED.
     """
-    if not path.stat().st_size:  # a file of /proc, which may block its reader for ever
+    if not path.stat().st_size:  # a file of /proc may block its reader for ever
         return io.BytesIO()
     last = path.suffix.lower()
     opened: IO[bytes] = path.open("rb") if _ending(path) == last else _PACKED[last](path, "rb")
@@ -248,7 +258,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _other_format(path: Path, *, in_directory: bool = False) -> str:
-    """Return '' for text and rows, else the reason why the file is not read."""
+    """Return '' if the file contains text or rows, and otherwise the reason why the file is not read."""
     if in_directory and _ending(path) == _LIST:
         return "a .json file is read only where it is named itself"
     known = any(_ending(path) in endings for endings in _OTHER_FORMATS)
@@ -277,7 +287,7 @@ def _text_pieces(path: Path) -> Text:
 def _at_most(nbytes: int, file: IO[bytes]) -> bytes | None:
     """Return the content of a file; None if the file is larger than `nbytes`.
 
-    The file is read in pieces, because read(nbytes) allocates nbytes first.
+    The file is read in pieces, because read(nbytes) allocates nbytes even for a small file.
     """
     pieces: list[bytes] = []
     while piece := file.read(_PIECE_BYTES):
@@ -326,7 +336,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file.
 
-    For a line above the maximum length, the first result is a part that is also above the maximum.
+    If a line is longer than the maximum, the first part of the line that is yielded is also longer than the maximum.
     """
     try:
         with _opened(path) as file:

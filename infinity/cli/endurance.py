@@ -1,4 +1,4 @@
-"""The wear of an NVMe drive, which the drive reports to smartctl. /sys does not have the wear."""
+"""The wear of an NVMe drive, which the program smartctl reads from the drive. /sys does not contain the wear."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from infinity.base.small_files import number_in
 
 _NVME_UNIT_BYTES = 512_000  # size of one of NVMe's "data units"
-_ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
+_ENDURANCE_READABLE_PERCENT = 5  # if a smaller percentage is used, the estimate of the rated bytes is too coarse
 _SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Directories in which smartctl is often installed, and which are often missing from the PATH of ordinary users."""
+"""Directories in which smartctl is often installed. They are often missing from the PATH of ordinary users."""
 _ASK_S = 5
 
 
@@ -24,9 +24,9 @@ class Endurance:
 
     Attributes:
         written_bytes: bytes that have been written to the drive over its life.
-        percentage_used: used share of the rated endurance, 0 to 255 percent.
-        rated_bytes: estimated rated endurance: written bytes / used share. The value is None if less than 5 % are used,
-            because the percentage is too coarse.
+        percentage_used: share of the rated endurance that is used up, 0 to 255 percent.
+        rated_bytes: estimate of the rated endurance in bytes, which is written_bytes / percentage_used. None if less
+            than 5 % are used up, because the percentage is then too coarse.
     """
 
     written_bytes: int

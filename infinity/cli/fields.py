@@ -1,4 +1,4 @@
-"""Conversion of the layouts of rows of --data to TRL's formats, by the table layouts.yaml.
+"""Conversion of rows of --data to TRL's formats. The table layouts.yaml has the layouts of rows that are known.
 
 | columns of a row                                      | TRL's format                                               |
 |---|---|
@@ -10,9 +10,9 @@
 | a question, an answer and `history` (LLaMA-Factory)   | language modeling: `messages`                              |
 | `text`                                                | language modeling: `text`                                  |
 
-If a field changes which tokens should be learned, infinity obeys the field or refuses the row with an error that names
-the field. Fields without a meaning in the table are not read, and the run names them. With --columns only the named
-columns are read.
+If a field says which tokens should be learned, infinity obeys the field, or refuses the row with an error that names
+the field. Fields that layouts.yaml does not have are not read, and the run prints their names. If --columns is given,
+only the columns that it names are read.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Row:
     """A row in one of TRL's formats.
 
     Attributes:
-        trl: values of the format; if the format has messages, also `tools` and `chat_template_kwargs`.
-        columns: columns that were read, by the names of the table.
-        unread: fields that are not read and could matter.
+        trl: fields of TRL's format, with their values. If the format has messages, also `tools` and
+            `chat_template_kwargs`.
+        columns: columns that were read, by their names in layouts.yaml.
+        unread: fields that are not read, but might be important to the user.
     """
 
     trl: dict[str, Any]
@@ -58,10 +59,10 @@ class Row:
 
 
 def column(text: str) -> str:
-    """Return a value of --columns, after a check that it is NAME=COLUMN.
+    """Return a value of --columns, after a check that the value has the form NAME=COLUMN.
 
     Raises:
-        argparse.ArgumentTypeError: it is not.
+        argparse.ArgumentTypeError: the value has another form.
     """
     name, _, given = text.partition("=")
     if name not in _NAMES or not given:
@@ -87,12 +88,12 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
     Args:
         record: the row, which may have other fields.
         where: place of the row, for messages.
-        columns: values of --columns, by name; empty: all columns of the table are read.
+        columns: values of --columns, by name. If there are none, all columns that layouts.yaml has are read.
         chat: whether the model has a chat template. With a chat template, questions and answers become messages.
 
     Raises:
-        ConfigError: the row has another shape, has two columns with the same meaning, or has a field that asks for
-            something that infinity does not do.
+        ConfigError: the row has an unknown layout, has two columns with the same meaning, or has a field that infinity
+            cannot obey.
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a row needs {_SHAPES}")
@@ -115,7 +116,7 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
 
 
 def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the first format whose columns the row has, and the columns to read, by name."""
+    """Return the first format for which the row has all columns, and the columns to read, by name."""
     has = {name: [each for each in names if each in row] for name, names in _NAMES.items()}
     form = next((form for form in TABLE["formats"] if all(has[name] for name in form["of"])), None)
     if form is None:
@@ -153,7 +154,8 @@ def _require_learned_as_it_asks(
                     f"{where}: has {quoted(field)}, which infinity does not obey: {refused['instead']}. To learn "
                     f"the row without it, name the columns to read: --columns {_chosen(found)}"
                 )
-    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # a 0 in a row of text may be a class
+    # in a row of text, the value 0 may be the label of a class
+    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")
     for field in TABLE["say_no"]:
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):
@@ -164,7 +166,7 @@ def _require_learned_as_it_asks(
 
 
 def _value(row: Mapping[str, Any], column: str, where: str, kinds: Any = (str, list)) -> Any:
-    """Return a string, or messages.
+    """Return the value of a column as a string or as a list of messages.
 
     Raises:
         ConfigError: the column has another type.
@@ -184,7 +186,8 @@ def _mapped(
         if "input" in found:
             parts = [*found.get("instruction", [])[:1], *found["input"]]
             trl["prompt"] = "\n\n".join(_value(row, each, where, str) for each in parts)
-        if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):  # the form of UltraFeedback
+        # rows of UltraFeedback have this form
+        if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):
             asked = [{"role": "user", "content": trl.pop("prompt")}]
             trl |= {} if trl["chosen"][:1] == asked else {"prompt": asked}
         if len({type(each) for each in trl.values()}) > 1:
@@ -207,7 +210,10 @@ def _mapped(
 
 
 def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
-    """Return whether a column repeats the contents of other columns of the row, as in published chats."""
+    """Return whether a column only repeats the contents of other columns of the row.
+
+    Published chats often have such columns.
+    """
     said = [trl[each] for each in ("messages", "prompt", "completion") if each in trl]
     turns: list[Any] = [turn for part in said for turn in (part if isinstance(part, list) else [part])]
     texts = [turn if isinstance(turn, str) else turn.get("content", "") for turn in turns]
@@ -223,7 +229,10 @@ def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
 
 
 def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, found: Mapping[str, list[str]]) -> None:
-    """Put the system's message first. If the row has messages, also add the arguments of the chat template."""
+    """Add the system message before the other messages.
+
+    If the row has messages, also add the arguments of the chat template.
+    """
     head = next(name for name in ("text", "messages", "prompt", "chosen") if name in trl)
     chat = isinstance(trl[head], list)
     system = _value(row, found["system"][0], where, str) if "system" in found else ""

@@ -50,11 +50,11 @@ from infinity.sharded.rank_agreement import Tell
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Run the job and return the exit code. All cheap checks come before expensive work.
+    """Run the job and return the exit code. All quick checks are made before any slow work.
 
     Raises:
-        InfinityError, OSError: the job failed, and the output directory is empty. If the model was already written
-            completely, the message says where the model is.
+        InfinityError, OSError: the job failed, and the output directory is empty. If the complete model was already
+            written, the message says where the model is.
     """
     with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
         begun = _begin(options, world, tell, held)
@@ -63,11 +63,12 @@ def finetune(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _CheckedJob:
-    """A job whose options, config and data were read and checked.
+    """A job whose options, swap config and data were read and checked.
 
     Attributes:
         resuming: whether the job resumes a run.
-        output, owner: the output and the owner of the directories beside it; None on all ranks but rank 0.
+        output, owner: the output directory, and the owner of the directories beside it. Both are None on all ranks
+            except rank 0.
     """
 
     world: RunRank
@@ -88,10 +89,11 @@ def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStac
         found: options of the command line.
         world: this process among the ranks.
         tell: function that sends a value to all ranks and returns the values of all.
-        held: closes the files of the data.
+        held: exit stack that closes the files of the data.
 
     Returns:
-        The job, which is the same on all ranks; None if the run has ended and nothing is left to do.
+        The job, with equal options and data on all ranks; None if the resumed run has already ended with a complete
+        output.
     """
     resumed = job.directory_of(found, None if found.config is None else load_config(found.config))
     has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(found, resumed.expanduser().absolute())
@@ -131,7 +133,7 @@ def _say_dtype(name: str, source: Source) -> None:
 
 
 def _as_asked(config: SwapConfig, options: FinetuneOptions) -> SwapConfig:
-    """Return the swap config, with the keys replaced for which an option is given."""
+    """Return the swap config. If an option replaces a key of the swap config, the key has the option's value."""
     vertical = {"vertical": True} if options.micro_batches > 1 else {}
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
@@ -142,7 +144,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
     Args:
         begun: the job.
         tell: function that sends a value to all ranks and returns the values of all.
-        held: removes the run's temporary directory, and closes the reference model.
+        held: exit stack that removes the run's temporary directory and closes the reference model.
     """
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     try:
@@ -161,7 +163,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
             run_directory.tidy(options, run.done)
             run_directory.require_room(options, run.steps, run.done, model_bytes)
         stopped = run.train()
-        if reference is not None:  # the ranks close it together
+        if reference is not None:  # the ranks close the model together
             reference.close()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
@@ -191,7 +193,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
 
 
 def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
-    """Return the error for a store with the generations of an earlier run.
+    """Return the error for nvme.paths that contain the generations of an earlier run.
 
     The error names the commands that resume or remove the run.
     """
@@ -210,10 +212,12 @@ def _result(options: FinetuneOptions) -> str:
 
 
 def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tell, stopped: int) -> int:
-    """Take part in the collective operations that rank 0 names, until the result of rank 0 is complete.
+    """Take part in the collective operations that rank 0 names, until the output is complete.
+
+    All other ranks call this.
 
     Returns:
-        0, or the exit code if a signal came.
+        0, or another exit code if a signal ended the run.
 
     Raises:
         PeerError: another rank failed.
@@ -225,7 +229,7 @@ def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tel
         except (PeerError, SwapIOError):
             raise
         except InfinityError:
-            pass  # rank 0 could not write; it reports the error and decides how to continue
+            pass  # rank 0 could not write the model, reports the error, and decides how to continue
 
     def compute() -> None:
         if batch is not None:
@@ -239,7 +243,7 @@ def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tel
 
 
 def _store_of(model: Any, config: SwapConfig, world: RunRank) -> str | None:
-    """Print how often commits are made, and return the run id of the store; None if no generations are kept."""
+    """Print how often commits are made. Return the run id of the store, or None if the run keeps no generations."""
     commits = statistics(model).plan.placement.commits
     print(printable(f"commits: {commits}"), flush=True)
     if not commits.every:
@@ -249,10 +253,10 @@ def _store_of(model: Any, config: SwapConfig, world: RunRank) -> str | None:
 
 
 def _beside(options: FinetuneOptions, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
-    """Return the owner of the directories beside the output.
+    """Return the owner of the directories beside the output directory.
 
     Raises:
-        ConfigError: the directories belong to another run, or cannot be made.
+        ConfigError: one of the directories belongs to another run, or cannot be made.
     """
     owner = Owner.of(options, config, origin, resumes=resuming)
     run_directory.prepare(options, owner)
@@ -285,10 +289,10 @@ def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> O
 
 
 def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
-    """Check that the output of a run that has done all of its steps is missing or empty.
+    """Check that the output directory is missing or empty, for a resumed run that has already done all of its steps.
 
     Raises:
-        ConfigError: the output is not empty, so the output is probably the result of the run.
+        ConfigError: the output directory is not empty. It probably contains the result of the run already.
     """
     if output.is_dir() and any(output.iterdir()):
         remove = command("checkpoint", "remove", *config.nvme.paths)
@@ -308,17 +312,20 @@ def _save(
     batch: Batch | None,
     tell: Tell,
 ) -> tuple[verifying.Expected | None, int]:
-    """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
+    """Write the model and the other files, and move them to the output.
+
+    The model is written first: a later failure cannot lose it.
 
     Returns:
-        The model's results for `batch`, None without a batch; and 0, or the exit code if a signal came meanwhile.
+        The model's results for `batch`, or None if there is no batch; and 0, or another exit code if a signal arrived
+        during the call.
 
     Raises:
-        InfinityError: the result is not in the output; the error says where the model is, or how to write the model
-            again.
+        InfinityError: the output is not complete. The error says where the model is, or how to write the model again.
     """
     model = run.model
-    # Without generations the weights exist only in this process: if the output's disk fails, try the other disks.
+    # If the run keeps no generations, the weights exist only in this process. Therefore other disks are tried if the
+    # output's disk fails.
     elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
@@ -331,8 +338,8 @@ def _save(
         except PeerError:
             if not directory.is_dir():
                 raise
-            # The model is complete, so the model is kept. The next collective operation reports the failure of the
-            # other rank.
+            # The model is complete, so it is kept. The next collective operation raises the error of the rank that
+            # failed.
 
     def write_rest(directory: Path) -> None:
         nonlocal expected
@@ -341,7 +348,7 @@ def _save(
             expected = verifying.expected_of(model, run.options, batch)
         lead(model, "end")
         close(model)
-        tell("closing the model", None)  # after this call no rank uses its store
+        tell("closing the model", None)  # after this call no rank reads or writes its store
         tokenizer.save_pretrained(directory)
         write_report(report, run.history.facts, run.history.samples, directory)
         write_rerun_command(run.options, config, run.origin, directory)
@@ -362,7 +369,7 @@ def _save(
 
 
 def _require_model(name: str, *, resuming: bool) -> None:
-    """Check that the model can be trained.
+    """Check that the model can be trained with the options of the run.
 
     Raises:
         ModelError: the model cannot be trained; the error names the option.
@@ -374,7 +381,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
 
 
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
-    """Commit the last step of a run that a signal stopped, print how to resume it, and return the exit code."""
+    """Commit the last step of a run that a signal stopped, print how to resume the run, and return the exit code."""
     commit(model)
     print(printable(f"stopped after step {step}; resume with: {command('finetune', '--resume', config.nvme.paths[0])}"))
     return code

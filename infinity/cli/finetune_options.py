@@ -1,4 +1,4 @@
-"""The table of the options of `infinity finetune`, for the parser, the options file, and resumed runs."""
+"""The table of the options of `infinity finetune`. The parser, the options file and resumed runs use this table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ from infinity.sizes import THREADS_MAX
 from infinity.state.moments import OptimizerName
 
 SCHEDULES = ("constant", "linear", "cosine")
-"""Schedules of the learning rate with a warm-up; linear and cosine fall to --min-lr."""
+"""Schedules of the learning rate that infinity has itself, each with a warm-up.
+
+With linear and cosine, the rate falls to --min-lr.
+"""
 _OTHER_SCHEDULES = (
     *("constant_with_warmup", "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine_with_restarts", "greedy"),
     *("inverse_sqrt", "polynomial", "reduce_lr_on_plateau", "warmup_stable_decay"),
@@ -48,7 +51,7 @@ _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 
 
 class Role(Enum):
-    """Treatment of an option when a run is resumed. An option without a role has the role TRAINING."""
+    """What a resumed run does with an option of the original run. An option without a role has the role TRAINING."""
 
     PROCESS = "belongs to one process; a run does not keep it"
     PLACE = "is kept; its files may have moved: text is compared by its tokens, a model by its layout"
@@ -290,10 +293,10 @@ class _WhatIsSaid:
 
 @dataclass(frozen=True)
 class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _WhatAndWhere):
-    """All options of a run; an option that is not given has its default.
+    """All options of a run. An option that the user does not give has its default value.
 
     Attributes:
-        trainer: fields of TRL's config that have no option of their own.
+        trainer: values for fields of TRL's config that no other option sets.
     """
 
     trainer: Given | None = None
@@ -314,7 +317,7 @@ OF_TRAINER: dict[str, Any] = {
     "its own name, such as --neftune_noise_alpha 5 or --beta 0.2; so are those that have a short name here, such as "
     "--learning_rate.",
 }
-"""Arguments of a Parser that also accepts the fields of TRL's configs."""
+"""Arguments for the constructor of a Parser that also accepts the fields of TRL's configs."""
 
 
 def add_finetune_options(parser: argparse.ArgumentParser) -> None:
@@ -323,14 +326,20 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build_finetune_parser() -> Parser:
-    """Return a parser of `infinity finetune` alone, whose arguments begin with the options."""
+    """Return a parser for the options of `infinity finetune`.
+
+    The command name is not a part of the parsed arguments.
+    """
     parser = Parser(prog="infinity finetune", **OF_TRAINER)
     add_finetune_options(parser)
     return parser
 
 
 def defaults(*roles: Role) -> dict[str, Any]:
-    """Return the options of these roles, with their defaults. The default of `dtype` depends on the machine."""
+    """Return the default values of the options that have one of these roles.
+
+    The default of `dtype` depends on the machine.
+    """
     return {each.name: each.default for each in fields(FinetuneOptions) if _role_of(each) in roles}
 
 

@@ -1,12 +1,11 @@
-"""The end of a run whose output is complete: the run's store is removed.
+"""Removal of the store of a run whose output is complete.
 
-A note replaces the store, and tells a later `--resume` where the output is.
+A file, the note, replaces the store. From the note, a later `--resume` knows where the output is.
 
 [Note: the order]
 The output is written to a directory beside its final place, fsynced and renamed, and the parent directory is fsynced
-(checkpoint/atomic_directory.py). After that the note is written and fsynced. The store is removed last. A crash before
-the removal leaves both the output and the store. If the note was already written before the crash, the next --resume
-removes the store.
+(checkpoint/atomic_directory.py). After that the note is written and fsynced. The store is removed last. After a crash
+before the removal, both the output and the store exist. If the note also exists, the next --resume removes the store.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NOTE_BYTES_MAX = 64 << 10
 
 
 class FinishedNote(Record):
-    """The note that a finished run leaves in the first of its nvme.paths.
+    """The note that a finished run writes to the first of its nvme.paths.
 
     Attributes:
         run: run id of the store.
@@ -55,9 +54,9 @@ class FinishedNote(Record):
 
 
 def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: int | None) -> None:
-    """Write the note that the output of a run is complete, and remove the run's store, or the stores of its ranks.
+    """Write the note of a run whose output is complete, and remove the run's store, or the stores of all ranks.
 
-    A failure is only printed to stderr, because the output is complete.
+    A failure is printed to stderr and is not an error, because the output is complete.
 
     Args:
         paths: the run's nvme.paths.
@@ -88,9 +87,9 @@ def _remove(run: str, paths: Sequence[Path]) -> int:
 
 
 def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
-    """Return whether --resume names a finished run with nothing left to do.
+    """Return whether --resume names a finished run for which nothing is left to do.
 
-    For a finished run, print where the output is, and remove the parts of the run's store that a crash has left.
+    If it does, print where the output of the run is, and remove the parts of the run's store that a crash has left.
 
     Args:
         options: options of the command line.
@@ -118,7 +117,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
         return False
     if not Path(note.output).is_dir():
         if left:
-            return False  # the output can be written again from the store
+            return False  # the store still exists, so the output can be written again
         raise ResumeError(
             f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
             f"output is no longer in {note.output}."

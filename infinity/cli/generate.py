@@ -1,4 +1,4 @@
-"""`infinity generate`: a model continues a prompt, with its weights in the tiers of the swap config."""
+"""`infinity generate`: a model continues a prompt. The weights of the model are kept where the swap config says."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from infinity.runtime.statistics import statistics
 from infinity.sizes import format_bytes
 
 _DIRECTORY = "generate"
-"""Directory for the model's store in each of nvme.paths. If a run has its store in nvme.paths, this store is not
-touched."""
+"""Name of the directory for the model's store in each of nvme.paths. A run's own store in nvme.paths is not touched."""
 _PROMPT_BYTES_MAX = 16 << 20
 
 
@@ -46,7 +45,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         out: stdout.
 
     Raises:
-        InfinityError: the options cannot be used, or the model failed. The model's store is removed at the end.
+        InfinityError: the options cannot be used, or the model failed. The model's store is removed in any case.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("infinity generate runs in one process: start it without torchrun")
@@ -95,7 +94,7 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
 
 
 def _choose_dtype(options: argparse.Namespace) -> None:
-    """If no dtype is given, set the default dtype; print a line about the dtype."""
+    """Set the default dtype if the user gave no dtype, and print a line about the dtype."""
     device, given = current_device().type, options.dtype is not None
     options.dtype = options.dtype or default_dtype(device).name
     line = dtype_line(options.dtype, "option" if given else "default", device)
@@ -142,13 +141,13 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
 
 
 def _most(model: str, prompt: int, wanted: int, how: dict[str, Any]) -> int:
-    """Return the maximum number of tokens to write: `wanted`, or fewer if the model has too few positions.
+    """Return the maximum number of tokens to write. This is `wanted`, or less if the model has too few positions.
 
     Args:
         model: directory or hub id of the model.
         prompt: number of the prompt's tokens.
         wanted: number of tokens that the user wants.
-        how: options for transformers' from_pretrained.
+        how: further arguments for transformers' from_pretrained.
 
     Raises:
         ConfigError: the prompt alone is too long.
@@ -169,7 +168,7 @@ def _streamer(tokenizer: Any) -> Any:
 
 
 def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
-    """Return the form that the frozen weights had when the adapters were trained, and print that this form is used.
+    """Return the form that the frozen weights had when the adapters were trained. Print a line if this form is used.
 
     Args:
         base: the model.
@@ -177,7 +176,8 @@ def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
         config: the swap config.
 
     Returns:
-        None if there are no adapters, if their directory names no form, or if the swap config has the same form.
+        None if there are no adapters, if no file of their directory names a form, or if the swap config already has
+        this form.
     """
     found = None if base == name else form_of(Path(name).expanduser())
     if found is None or found[0] == config.frozen:
@@ -192,9 +192,9 @@ def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
 
 @contextlib.contextmanager
 def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: dict[str, Any]) -> Iterator[Any]:
-    """Offload the model for the block.
+    """Offload the model for the duration of the `with` block.
 
-    The model is not trained, so it has no optimizer states. At the end of the block the model's store is removed.
+    The model is not trained, and so has no optimizer states. At the end of the block the model's store is removed.
     """
     below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
     made = [path.parent for path in below if not path.parent.exists()]
@@ -216,5 +216,5 @@ def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: 
             close(model, discard=True)
     finally:
         for path in made:
-            with contextlib.suppress(OSError):  # another process may have put files there
+            with contextlib.suppress(OSError):  # another process may have put files into the directory
                 path.rmdir()

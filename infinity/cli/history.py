@@ -15,7 +15,10 @@ _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
 
 
 class Evaluated(NamedTuple):
-    """The held-out loss after a step: the mean over the tokens that are learned; nan if it is not finite."""
+    """The loss on held-out data after a step.
+
+    It is the mean over the tokens that contribute to the loss, or nan if the mean is not finite.
+    """
 
     step: int
     loss: float
@@ -39,7 +42,7 @@ class Sample(NamedTuple):
 class History:
     """The history of all steps of a run, including the steps before a resume.
 
-    The history is part of each generation.
+    Each generation contains the history, so that a resumed run continues the history.
     """
 
     facts: list[StepFacts] = field(default_factory=list)

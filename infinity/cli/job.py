@@ -1,6 +1,6 @@
 """The complete options of a run of `infinity finetune`.
 
-The options come from the command line and from the run that is resumed.
+The options come from the command line, and from the original run if a run is resumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infinity.sharded.rank_agreement import Tell
 from infinity.sharded.stores import furthest_in, ranks_text, steps_of
 
 NAME = "finetune"
-"""The name under which a run's options are tracked."""
+"""Name of the tracked object that contains a run's options."""
 
 _REQUIRED = ("model", "data", "config", "output")
 _PATHS = ("data", "eval_data", "output")
@@ -49,7 +49,7 @@ class Origin:
 
     Attributes:
         run: id of the run.
-        model: name of the model at the run's beginning; the model's files may have moved since.
+        model: name of the model at the run's beginning. The model's files may have been moved since then.
         extended: whether the run's number of steps has changed since its beginning.
     """
 
@@ -59,7 +59,7 @@ class Origin:
 
 
 class Job:
-    """A run's options in the form that generations keep."""
+    """A tracked object with a run's options, which each generation contains."""
 
     def __init__(self, options: FinetuneOptions, config: SwapConfig, world: RunRank, origin: Origin) -> None:
         self._values = values_of(options)
@@ -76,11 +76,11 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing, because resolve() has already compared and taken over the options, before the model was made."""
+        """Do nothing, because resolve() has already used the options of the original run, before the model was made."""
 
 
 def values_of(options: FinetuneOptions) -> dict[str, Any]:
-    """Return the options that a run keeps in its generations, as values of JSON."""
+    """Return the options that the generations of a run contain, as values of JSON."""
     return {name: _plain(getattr(options, name)) for name in _KEPT}
 
 
@@ -92,7 +92,7 @@ class ResolvedJob:
         options: all options.
         config: swap config.
         origin: origin of the run.
-        steps: number of optimizer steps that the run has done; None: nothing is resumed.
+        steps: number of optimizer steps that the resumed run has done; None if no run is resumed.
     """
 
     options: FinetuneOptions
@@ -102,11 +102,14 @@ class ResolvedJob:
 
 
 def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> ResolvedJob:
-    """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for the run to resume.
+    """Return a job's complete options, its swap config, and the run that it resumes.
 
-    Options that are not given come from the run that is resumed. With --resume they come from the generations in its
-    directory, or in the first of nvme.paths. With --from-checkpoint they come from the copy. --steps and --epochs may
-    differ from the run's options; all other options that affect the result must be the same.
+    Rank 0 looks for the run to resume.
+
+    If a run is resumed, options that the user does not give have the values of the original run. --resume reads these
+    values from a generation in the given directory, or in the first of nvme.paths. --from-checkpoint reads them from an
+    exported checkpoint. --steps and --epochs may differ from the run's options; all other options that affect the
+    result must be the same.
 
     Args:
         options: options of the command line.
@@ -114,8 +117,8 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
         tell: function that sends a value to all ranks and returns the values of all.
 
     Raises:
-        ConfigError: an option is missing, or differs from the run's option; the error names the option.
-        ResumeError: --resume names a directory without generations, or a directory that is a copy.
+        ConfigError: an option is missing, or differs from the option of the original run. The error names the option.
+        ResumeError: --resume names a directory without generations, or the directory of an exported checkpoint.
     """
     config = load_config(options.config) if options.config is not None else None
     new = uuid.uuid4().hex
@@ -134,7 +137,7 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
             raise AssertionError("a job without a config")
         return ResolvedJob(_completed(options), config, Origin(new, options.model), None)
     saved, steps = found
-    # The base of adapters, and the reference of --method dpo, are not in the copy.
+    # The exported checkpoint contains neither the base model of adapters nor the reference model of --method dpo.
     needed = saved["options"]["lora"] is not None or saved["options"]["method"] == "dpo"
     if options.from_checkpoint is not None and options.model is None and not needed:
         copy = options.from_checkpoint.expanduser().absolute()
@@ -150,10 +153,10 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
 
 
 def _completed(options: argparse.Namespace) -> FinetuneOptions:
-    """Return all options of a run.
+    """Return all options of a new run: the given options, and defaults for the others.
 
     Raises:
-        ConfigError: an option would do nothing.
+        ConfigError: an option would have no effect.
     """
     if options.logger == ["none"]:
         options.logger = None
@@ -171,10 +174,10 @@ def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 
 def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
-    """Return the run's options, changed so that the current number of ranks shares the batches of a step.
+    """Return the original run's options, with the batches of a step divided among the current number of ranks.
 
     Raises:
-        ConfigError: the ranks cannot share the batches evenly.
+        ConfigError: the batches of a step cannot be divided evenly among the ranks.
     """
     values: dict[str, Any] = saved["options"]
     ranks = saved.get("ranks", 1)
@@ -190,8 +193,8 @@ def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
 def _with_form(values: dict[str, Any], saved: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Return the run's options.
 
-    If --frozen is given for this resume, but was not given when the run began, the form of the run's swap config
-    becomes the run's --frozen.
+    If --frozen is given now, but was not given when the run began, the result has `frozen` of the run's swap config as
+    --frozen. The two can then be compared.
     """
     if options.frozen is None or values["frozen"] is not None:
         return values
@@ -199,15 +202,15 @@ def _with_form(values: dict[str, Any], saved: dict[str, Any], options: argparse.
 
 
 def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, shared: str) -> bool:
-    """Complete the given options with the run's options.
+    """Complete the given options with the options of the original run.
 
-    Return whether the run now ends after another step than before.
+    Return whether the number of steps of the run changes.
 
     Args:
         values: options of the run.
         options: options of the command line, which are completed.
-        done: number of steps that the run has done.
-        shared: text about how the run shared the batches of a step, for the message.
+        done: number of steps that the run has already done.
+        shared: text that says how the original run divided the batches of a step among its ranks, for error messages.
 
     Raises:
         ConfigError: a given option would change the run.
@@ -234,7 +237,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
 
 
 def _require_same_fields(given: Given, kept: Given) -> None:
-    """Check the given fields of TRL's configs.
+    """Check that the given fields of TRL's configs have the same values as in the original run.
 
     Raises:
         ConfigError: a field would change the run.
@@ -254,10 +257,10 @@ def _said(value: Any) -> str:
 
 
 def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
-    """Announce that the run now ends after another step than planned at its beginning.
+    """Print that the number of steps of the run has changed, and how this affects the schedule.
 
     Raises:
-        ConfigError: the run has already done more steps.
+        ConfigError: the run has already done more than the new number of steps.
     """
     steps = length["steps"]
     if steps is not None and steps < done:
@@ -283,7 +286,7 @@ def _require(options: argparse.Namespace) -> None:
 
 
 def _make_absolute(options: argparse.Namespace) -> None:
-    """Make paths absolute, because a run may be resumed from another working directory."""
+    """Make the paths of the options absolute, because a run may be resumed from another working directory."""
     for name in ("output", "trace"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).expanduser().absolute())
@@ -332,19 +335,20 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
             problem = str(error)
             continue
         return checked(tracked, path)[NAME], manifest.step
-    if options.resume or (store / STATE_NAME).is_file():  # a new run would remove the files of a copy
+    # a new run in this directory would remove the files of the exported checkpoint
+    if options.resume or (store / STATE_NAME).is_file():
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
     return None
 
 
 def store_in(directory: Path) -> Path:
-    """Return the path of rank 0's store in a run's directory."""
+    """Return the path of rank 0's store below the swap directory of a run."""
     return rank_path(directory, 0, furthest_in(directory))
 
 
 def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path | None:
-    """Return the directory of the run to resume; None without --resume.
+    """Return the swap directory of the run to resume; None if --resume is not given.
 
     Raises:
         ConfigError: the options do not name the directory, or name two different directories.
@@ -367,7 +371,7 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
 
 
 def _without_generations(directory: Path) -> str:
-    """Return the reason why a directory has no generations."""
+    """Return the reason why a directory has no generations, as text for an error."""
     if not directory.is_dir():
         return "there is no such directory"
     if (directory / STATE_NAME).is_file():
@@ -384,7 +388,7 @@ def _without_generations(directory: Path) -> str:
 
 
 def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
-    """Return the tracked objects of a run, after a check.
+    """Return the tracked objects of a run, after a check that this version's `infinity finetune` made the run.
 
     Raises:
         ResumeError: the run was not made by this version's `infinity finetune`.
@@ -399,7 +403,7 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
 
 
 def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
-    """Return the model of a run of `infinity finetune`, and its revision; None for the run of another program."""
+    """Return the model of a run of `infinity finetune` and its revision; None if another program made the run."""
     try:
         options: dict[str, Any] = checked(tracked, "the run")[NAME]["options"]
     except ResumeError:
@@ -410,10 +414,11 @@ def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:
     """Return the run's swap config.
 
-    If --resume names another directory than the run's, the store was moved, and nvme.paths is changed accordingly.
+    If --resume names a directory that is not in the run's nvme.paths, the store was moved, and nvme.paths is changed.
 
     Raises:
-        ResumeError: the store has several directories, and the new paths of the other directories are not known.
+        ResumeError: the store was moved and has several directories, so that the new paths of the other directories are
+            unknown.
     """
     values = dict(saved["config"])
     if options.resume:

@@ -1,4 +1,4 @@
-"""Checks of the data against the model's limits: the length of a sequence, and the size of the vocabulary."""
+"""Checks that the data are within the model's limits: the length of a sequence, and the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from infinity.errors import ConfigError, ModelError
 
 
 def require_fit(model: str, sequence_length: int, largest_token: int, **options: Any) -> None:
-    """Check the data against the model's config, before the model is loaded.
+    """Check that the data are within the limits in the model's config. This check comes before the model is loaded.
 
     Args:
         model: directory or hub id of the model.
         sequence_length: tokens of a sequence.
         largest_token: largest token in the data.
-        options: options for transformers' from_pretrained.
+        options: further arguments for transformers' from_pretrained.
 
     Raises:
         ConfigError: the sequences are longer than the model's maximum.
@@ -48,7 +48,7 @@ def require_vocabulary(vocabulary: int, largest_token: int) -> None:
         largest_token: largest token in the data.
 
     Raises:
-        ModelError: it has not.
+        ModelError: the data has a token for which the model has no embedding.
     """
     if largest_token >= vocabulary:
         raise ModelError(

@@ -17,8 +17,8 @@ class Processor:
     """The processor.
 
     Attributes:
-        model: name of the processor; '' if the system does not tell it.
-        flags: names of its features in Linux.
+        model: name of the processor; '' if the system does not report the name.
+        flags: names of the processor's features, as Linux spells them.
     """
 
     model: str
@@ -34,7 +34,7 @@ def processor(root: Path = _ROOT) -> Processor:
     told = dict(fields(text_of(root / "proc/cpuinfo")))
     return Processor(
         model=told.get("model name", ""),
-        flags=frozenset(told.get("flags", told.get("Features", "")).split()),  # "Features" on ARM
+        flags=frozenset(told.get("flags", told.get("Features", "")).split()),  # on ARM the key is "Features"
     )
 
 
@@ -45,7 +45,7 @@ def last_cache_bytes(root: Path = _ROOT) -> int:
         root: directory that contains /sys, for tests.
 
     Returns:
-        0 if the system does not tell it.
+        0 if the system does not report the caches.
     """
     found: dict[tuple[int, str], int] = {}
     for cpu in os.sched_getaffinity(0):

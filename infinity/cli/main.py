@@ -36,7 +36,7 @@ _SWAP_CONFIG_FIRST = ". Give the swap config first, then the script: infinity ru
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["run"]:  # the output and the exceptions of a script are passed on unchanged
+    if given[:1] == ["run"]:  # the script's output and exceptions must be the same as without infinity
         with interruptible_imports():
             from infinity.cli.run_command import run
 
@@ -89,7 +89,8 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
 
         return _finished(plan(options), out)
     _quiet_libraries()
-    if not options.verbose:  # the hub logs each attempt several times; the final error says how the attempts ended
+    # the hub's library logs each attempt several times, and the final error already says why the attempts failed
+    if not options.verbose:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if options.command == "generate":
         with interruptible_imports():
@@ -106,10 +107,10 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
 
 
 def _finished(code: int, out: Outlet) -> int:
-    """Flush the output of a command whose purpose is its output, and return the exit code.
+    """Flush the output of a command that only prints, and return the exit code.
 
     Returns:
-        1 in place of 0 if the output was lost for another reason than a closed pipe.
+        `code`, or 1 in place of 0 if the output could not be written, except if the reader has closed the pipe.
     """
     out.flush()
     lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
@@ -117,10 +118,10 @@ def _finished(code: int, out: Outlet) -> int:
 
 
 def _require_possible(options: argparse.Namespace) -> None:
-    """Check that one backward pass does not have too many tokens.
+    """Check that one backward pass does not have more tokens than infinity supports.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: a backward pass would have too many tokens.
     """
     tokens = (options.batch_size or 1) * (options.sequence_length or 1)
     if tokens > TOKENS_MAX:
@@ -155,8 +156,8 @@ def _require_libraries() -> None:
 def _quiet_libraries() -> None:
     """Switch off progress bars if stderr is not a terminal, because libraries draw them with carriage returns.
 
-    Switch off the hub's telemetry, unless the user asks for telemetry, so that TRL does not report the training to
-    TRL's authors.
+    Also switch off the hub's telemetry, with which TRL would report the training to TRL's authors. A user's own setting
+    of telemetry is kept.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not sys.stderr.isatty():

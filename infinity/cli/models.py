@@ -1,6 +1,7 @@
-"""The model of `infinity finetune`.
+"""Loading, preparing and saving of the model of `infinity finetune`.
 
-The trained parameters are all parameters, or all except the parameters of --freeze, or only adapters (--lora).
+By default all parameters are trained. With --freeze some parameters are not trained, and with --lora only adapters are
+trained.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics, trained_of
 
 ALL_LINEAR = "all-linear"
-"""PEFT's name for all linear layers except the head, and for the experts of a mixture."""
+"""PEFT's name for all linear layers except the head. In a mixture of experts, the name includes the experts."""
 NEEDS_PEFT = '--lora needs PEFT: pip install "infinity-offload[hf]"'
 _NAMED_MAX = 5
 
 
 def check(options: FinetuneOptions) -> None:
-    """Check the options about parts of the model.
+    """Check the options that choose which parts of the model are trained.
 
     Raises:
         ConfigError: options contradict each other, or PEFT is missing.
@@ -64,12 +65,13 @@ def check(options: FinetuneOptions) -> None:
 def named(options: Any) -> dict[str, Any]:
     """Return the arguments of transformers' from_pretrained, apart from the model's name."""
     revision = {} if options.revision is None else {"revision": options.revision}
-    return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # for None transformers asks the user
+    # if the value is None, transformers asks the user
+    return revision | {"trust_remote_code": bool(options.trust_remote_code)}
 
 
 @contextmanager
 def naming_the_option() -> Iterator[None]:
-    """Turn errors about untrusted code in the block into errors that name the option of the command line.
+    """If the block raises an error about untrusted code, raise an error that names --trust-remote-code instead.
 
     Raises:
         ModelError: the block raised a ModelError.
@@ -88,7 +90,7 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
 
     Args:
         name: directory or hub id.
-        say: function that is called before a request to the hub, because the request may take long.
+        say: function that prints a line. It is called before a request to the hub, because the request may take long.
         adapters: whether the directory may contain adapters instead of a model.
 
     Raises:
@@ -135,8 +137,9 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     """Load and offload the model, with the states of the run that is resumed.
 
     Returns:
-        The model; and the reference of --method dpo, offloaded without states. The reference is None for other methods,
-        and if it is the model without its adapters.
+        The model, and the reference model of --method dpo, which is offloaded without optimizer states. The reference
+        is None for other methods. It is also None if the model has adapters, because the reference is then the model
+        without its adapters.
 
     Raises:
         ConfigError: a pattern of --freeze or a name of --lora-targets matches nothing in the model.
@@ -173,7 +176,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     model = begin(model, config, **made)
     if options.merge:
         try:
-            _require_mergeable(model)  # checked again, because layers may now be cut into tiles
+            _require_mergeable(model)  # this is checked again, because offloading may have divided layers into tiles
         except NotAvailableError:
             close(model, discard=not resuming)
             raise
@@ -200,8 +203,8 @@ def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
     linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an older name of transformers
-            # The adapters have the dtype of the weights and, like the weights, an fp32 master.
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a name that newer versions of transformers lack
+            # The adapters have the dtype of the weights. Like the weights, they have an fp32 master.
             made = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         if lora.lora_dropout and "lora_dropout" in str(error):
@@ -216,10 +219,10 @@ def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
 
 
 def _require_plain_head(model: Any) -> None:
-    """Check that the head has no adapters.
+    """Check that no adapters were put on the model's head.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: the head has adapters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -268,7 +271,7 @@ def save_model(
         model: the model.
         directory: directory for the files.
         options: options of the run.
-        config: values of the model's config to write; None: the current values.
+        config: values of the model's config to write, or None for the current values.
 
     Raises:
         InfinityError: the model cannot be saved; the errors are those of infinity.save_pretrained.
@@ -279,7 +282,7 @@ def save_model(
 
 @contextmanager
 def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set these values in the model's config until the end of the block."""
+    """Set these values in the model's config, and restore the earlier values at the end of the block."""
     held = vars(model.config)
     now = dict(held)
     held.clear()
@@ -292,7 +295,7 @@ def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def output_bytes(model: nn.Module, options: FinetuneOptions) -> int:
-    """Return the bytes of the output's weights; with several ranks, the bytes of this rank's slices."""
+    """Return the bytes of the weights in the output. With several ranks, count only the slices of this rank."""
     layout = statistics(model).plan.layout
     if options.merge or not is_peft_model(model):
         return layout.weight_bytes
@@ -304,16 +307,17 @@ def with_saved_adapters(base: Any, directory: str | Path) -> Any:
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # as in _with_adapters
+        warnings.simplefilter("ignore", FutureWarning)  # for the reason given in _with_adapters
         return PeftModel.from_pretrained(base, str(Path(directory).expanduser()), autocast_adapter_dtype=False)
 
 
 def adapted(directory: str) -> tuple[str, str | None]:
-    """Return the model of a directory's adapters, and its revision. For any other directory or hub id, return the
-    name itself.
+    """Return the model for which a directory's adapters were trained, and its revision.
+
+    If there are no adapters, return the name of the directory.
 
     Raises:
-        ModelError: the model is unknown or gone, or PEFT is missing.
+        ModelError: the directory does not name the adapters' model, this model does not exist, or PEFT is missing.
     """
     if not (Path(directory).expanduser() / ADAPTERS_NAME).is_file():
         return directory, None

@@ -38,12 +38,12 @@ def moments_of(name: str, beta1: float | None, beta2: float | None, eps: float |
 
     Args:
         name: the optimizer.
-        beta1: value of the option; None: the optimizer's default.
-        beta2: value of the option; None: the optimizer's default.
-        eps: value of the option; None: the optimizer's default.
+        beta1: value of the option, or None for the optimizer's default.
+        beta2: value of the option, or None for the optimizer's default.
+        eps: value of the option, or None for the optimizer's default.
 
     Raises:
-        ConfigError: an option was given that the optimizer does not have.
+        ConfigError: the user gave an option that the optimizer does not have.
     """
     options: dict[str, Any] = {}
     for option, value in (("--beta1", beta1), ("--beta2", beta2)):
@@ -65,14 +65,14 @@ def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -
     Args:
         name: the optimizer.
         params: parameters that it updates.
-        options: lr, weight_decay, max_grad_norm, seed, accumulation_steps, betas and eps, in place of the optimizer's
-            defaults.
+        options: lr, weight_decay, max_grad_norm, seed, accumulation_steps, betas and eps. Arguments that are missing
+            have the optimizer's defaults.
     """
     return _MAKE[name](params, **options)
 
 
 def make_scaler(model: nn.Module) -> torch.amp.GradScaler:
-    """Make a scaler for the model's loss.
+    """Make a gradient scaler (torch.amp.GradScaler) for the model.
 
     The scaler is enabled only if the model has trainable fp16 weights; otherwise the scaler does nothing.
     """

@@ -58,21 +58,21 @@ OTHERS_NAMES = OURS | {
     "max_new_tokens": "max_tokens",
     "resume_from_checkpoint": "resume",
 }
-"""Names of options in Trainer and axolotl, with infinity's names for the same options, for hints in messages."""
+"""Options of Trainer and axolotl, each with infinity's name for the same option. Messages use these names as hints."""
 _FOR_US = ("excludes", "needs", "methods", "role")
-"""Metadata of options that argparse does not know."""
+"""Keys of an option's metadata that are not arguments of argparse."""
 _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, because a new option could change the meaning of an abbreviation in a script.
+    """A parser that accepts no abbreviations of options. A new option could change the meaning of an abbreviation.
 
     Args:
-        take: function that separates TRL's arguments from unknown arguments. The function gets the arguments that this
-            parser does not know; its result becomes `trainer` in the namespace.
+        take: function that finds the fields of TRL's configs among the arguments that this parser does not know. The
+            fields that it finds become `trainer` in the namespace.
         renamed: other names of options, with underscores, and infinity's names for these options.
-        options: arguments of ArgumentParser.
+        options: arguments for the constructor of ArgumentParser.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments. A sub-parser parses the arguments of its command.
 
         Raises:
-            ConfigError: an argument is unknown; the error names the most similar known argument.
+            ConfigError: an argument is unknown. The error names the known argument that is most similar.
         """
         given = sys.argv[1:] if args is None else list(args)
         for text in given:
@@ -116,7 +116,10 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _by_our_name(self, text: str) -> str:
-        """Return the argument with the option's name replaced by this parser's name for the option."""
+        """Return an argument.
+
+        If it begins with another name of an option, replace this name by the parser's own name.
+        """
         if self._renamed is None or not text.startswith("--"):
             return text
         flag, sign, value = text.partition("=")
@@ -126,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Return the type of whole numbers from `low` to `high`. The form 3.0 is accepted, too."""
+    """Return the argparse type for whole numbers from `low` to `high`. The form 3.0 is also accepted."""
 
     def parse(text: str) -> int:
         if re.fullmatch(r"[-+]?[0-9]{1,4000}(\.0+)?", text) is None:
@@ -142,7 +145,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def unless(unset: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the argparse type for the values that `read` accepts.
+    """Return an argparse type that accepts the values of the type `read` and the value `unset`.
 
     The value `unset` means that the option is not given.
     """
@@ -150,7 +153,7 @@ def unless(unset: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
-    """Return the type of numbers from `low` to `high`; with `or_zero` also 0."""
+    """Return the argparse type for numbers from `low` to `high`. If `or_zero` is true, 0 is also accepted."""
 
     def parse(text: str) -> float:
         try:
@@ -171,7 +174,7 @@ def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str],
 
 
 def size(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
-    """Return the type of sizes from `low` to `high` bytes."""
+    """Return the argparse type for sizes from `low` to `high` bytes."""
 
     def parse(text: str) -> int:
         try:
@@ -187,7 +190,7 @@ def size(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
 
 
 def name(text: str) -> str:
-    """Return the name of a model, a path or a hub id, after a check."""
+    """Return an argument that is the name of a model, after a check. The name is a path or a hub id."""
     try:
         require_possible(text)
     except ValueError as error:
@@ -200,14 +203,14 @@ def path(text: str) -> Path:
 
 
 def word(text: str) -> str:
-    """Return a word that argparse compares with the choices of the option, after a check."""
+    """Return an argument that argparse will compare with the choices of the option, after a check that it is short."""
     if not 0 < len(text) <= 80:
         raise argparse.ArgumentTypeError(f"invalid choice: {quoted(text)}")
     return text
 
 
 def text(given: str) -> str:
-    """Return a text in UTF-8, such as a prompt, after a check."""
+    """Return an argument that is a text, such as a prompt, after a check of its length and encoding."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty")
     if len(given) > _TEXT_MAX:
@@ -220,7 +223,7 @@ def text(given: str) -> str:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return A and B of 'A:B', the first and the last step, counted from 1."""
+    """Return A and B of an argument 'A:B'. A is the first step and B the last step, both counted from 1."""
     match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not A:B with 1 <= A <= B, such as 2:6")
@@ -231,8 +234,8 @@ def argument(told: str, read: Callable[[str], Any] | None = None, default: Any =
     """Return a field of a dataclass of options.
 
     Args:
-        told: text of --help.
-        read: type of the value; None: the option is a flag.
+        told: text of the option in --help.
+        read: argparse type of the value, or None for a flag.
         default: default value.
         more: arguments of argparse's add_argument, such as metavar, nargs, choices, required; and for add_arguments and
             require_needed `excludes`, the name of a later field that may not be given together with this one; `needs`,
@@ -244,7 +247,7 @@ def argument(told: str, read: Callable[[str], Any] | None = None, default: Any =
 
 
 def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_only: bool = False) -> None:
-    """Give a parser, or one of its groups, an option for each field of a dataclass.
+    """Add an option for each field of a dataclass to a parser, or to a group of a parser.
 
     Args:
         parser: the parser or group.
@@ -273,7 +276,7 @@ def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
 
 
 def require_file_place(option: str, place: Path | None) -> None:
-    """Check, before the work begins, that a file can be written. Devices and FIFOs with a reader are accepted.
+    """Check that a file can be written, before the work begins. Devices are accepted, and so are FIFOs with a reader.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -292,16 +295,16 @@ def require_file_place(option: str, place: Path | None) -> None:
 
 
 def option(name: str) -> str:
-    """Return the option of the command line whose name in a namespace is `name`."""
+    """Return the option of the command line that has the name `name` in a namespace."""
     return f"--{name.replace('_', '-')}"
 
 
 def require_needed(options: Any, kind: type) -> None:
-    """Check that each given option has the option that it requires, and is used by the --method.
+    """Check that each given option has an effect: the options that it requires are given, and the --method uses it.
 
     Args:
         options: object with the values.
-        kind: dataclass of the options.
+        kind: dataclass that declares the options.
 
     Raises:
         ConfigError: an option would do nothing.

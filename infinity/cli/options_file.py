@@ -23,11 +23,11 @@ _FILE_BYTES_MAX = 1 << 20
 _TEXTS = (types.name, types.path, types.text, types.word)
 _ON_THE_COMMAND_LINE = ("options", "resume", "from_checkpoint")
 _KNOWN: dict[str, Mapping[str, Any]] = {each.name: each.metadata for each in fields(FinetuneOptions) if each.metadata}
-"""Options, each with the arguments for its call of options.argument."""
+"""The options, by name. The value has the arguments with which options.argument was called for the option."""
 
 
 def with_file(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options of the command line, completed by the file that --options names.
+    """Return the options of the command line. Options that are missing come from the file that --options names.
 
     If an option of the command line and an option of the file exclude each other, the option of the command line
     applies.
@@ -70,7 +70,7 @@ def _read(path: Path, file: str) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any], file: str) -> dict[str, Any]:
-    """Return the values in the form of the parser's namespace. Options without a value are left out."""
+    """Return the file's values in the form of the parser's namespace. Options whose value is null are left out."""
     checked: dict[str, Any] = {}
     given: dict[str, str] = {}
     for key, value in values.items():
@@ -108,7 +108,10 @@ def _hint(name: str) -> str:
 
 
 def _as_typed(value: Any) -> str:
-    """Return a value of YAML in the form of the command line. A whole number may be written as 3.0."""
+    """Return a value of YAML as the text that a user would write on the command line.
+
+    A whole number may be written as 3.0.
+    """
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return value if isinstance(value, str) else json.dumps(value)

@@ -12,14 +12,14 @@ from infinity.errors import ConfigError
 
 
 class Order(Sampler[int]):
-    """Sampler of the indices of all sequences of a run, which consists of passes over the data.
+    """Sampler of the sequences of a run. It yields the indices of the sequences for all passes over the data.
 
-    The passes are numbered from 0. Each pass has its own order, which (seed, pass) determines. A batch may contain the
-    end of one pass and the beginning of the next, so that every step has the same number of sequences.
+    The passes are numbered from 0. The seed and the number of a pass determine the order of the pass. Every step has
+    the same number of sequences, so a batch may contain the end of one pass and the beginning of the next pass.
 
     Args:
         sequences: number of sequences of one pass.
-        numel: number of sequences of the run.
+        numel: number of sequences in the whole run.
         seed: seed of the run.
     """
 
@@ -41,9 +41,9 @@ class Order(Sampler[int]):
 class DataFingerprint:
     """Fingerprint of the data and the batches of a run.
 
-    The identity is part of each generation, so that a run can only be resumed with the same data and batches. This
-    object is an iterator. The run advances the iterator before the batches of each step, so that a generation contains
-    the iterator's state from before the step.
+    Each generation contains the fingerprint, so that a run can only be resumed with the same data and batches. This
+    object is an iterator, because generations contain the state that an iterator has before a step. The run advances
+    this iterator before the batches of each step.
     """
 
     def __init__(self, digest: str, batch_size: int, seed: int) -> None:
@@ -62,7 +62,7 @@ class DataFingerprint:
         """Check that the state belongs to the same data and batches.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the state belongs to other data or other batches.
         """
         if state != self._values:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """`infinity-bench`: the entry point.
 
 Exit codes: 0 for success; 1 if a disk failed or returned wrong data; 2 for bad input; 130 after Ctrl-C; 141 if the
-reader of the output is gone. No file is left behind in any case.
+reader of the output has closed it. The program always removes its files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _survey(arguments: Sequence[str] | None) -> None:
     options = types.options_of(BenchOptions, build_parser().parse_args(arguments))
-    types.require_file_place("--json", options.json)  # fails before anything is measured
+    # a file that cannot be written is an error before anything is measured
+    types.require_file_place("--json", options.json)
     with interruptible_imports():
         from infinity.cli.bench.survey import conclude, run_survey
 

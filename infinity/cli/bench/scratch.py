@@ -1,6 +1,7 @@
 """The scratch files of infinity-bench.
 
-Each scratch file is newly created, never an existing file, and is removed at every exit.
+infinity-bench creates each scratch file and never writes to an existing file. Each scratch file is removed whenever the
+program ends.
 
 A scratch file is unlinked as soon as it is open. The system therefore frees the file's space when the process ends,
 even by Ctrl-C, an exception or a kill.
@@ -18,7 +19,7 @@ from infinity.errors import BenchError
 from infinity.sizes import format_bytes
 
 _KEPT_SHARE, _KEPT_BYTES = 0.05, 2 << 30
-"""Space of a disk that stays free, the lesser of both: full file systems are slow, and other users need space, too."""
+"""A share and a number of bytes. The smaller space stays free, because full disks are slow and others need space."""
 
 
 class Scratch:
@@ -60,7 +61,7 @@ class Scratch:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Close the file, which frees its space. Idempotent."""
+        """Close the file and free the file's space. Later calls do nothing."""
         if self._fd >= 0:
             self.file.close()
             os.close(self._fd)

@@ -24,7 +24,7 @@ from infinity.sizes import format_bytes
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
-"""Duration of a run. This duration limits the bytes per run on slow disks, so that a survey stays short."""
+"""Seconds that one run should take. On a slow disk a run moves fewer bytes, so that a survey is short on any disk."""
 _SUSTAINED = (1 << 20, 32)
 """Block size and queue depth of --sustained."""
 _LIMIT_S = 3600.0
@@ -48,7 +48,7 @@ def run_survey(options: BenchOptions) -> Survey:
 
 
 def conclude(survey: Survey) -> None:
-    """Save the disks' profiles for the planner and print a config. Without a sweep, do nothing."""
+    """Save the disks' profiles for the planner and print a swap config. If there was no sweep, do nothing."""
     choices = [report.choice for report in survey.paths if report.choice is not None]
     if not choices:
         return
@@ -56,7 +56,7 @@ def conclude(survey: Survey) -> None:
         for choice in choices:
             remembered = save_profile(Path(choice.path), choice)
         _say(f"The planner reads these figures from {remembered}.")
-    except OSError as error:  # the config is still useful
+    except OSError as error:  # the swap config is useful even if the profiles cannot be saved
         _say(f"The planner cannot read these figures: {error.filename}: {error.strerror}")
     print(f"A swap config for these disks:\n\n{swap_config(choices)}")
 
@@ -122,7 +122,7 @@ def _sample_bytes(rig: Rig, engine: str) -> int:
 
 
 def _memory_bytes(size: int) -> int:
-    """Return the bytes of memory that the source and the target get, each.
+    """Return the bytes of memory of the source, which are also the bytes of the target.
 
     The result is a power of two. Its maximum is the smallest of 256 MiB, the size of the file, and an eighth of the
     available memory. Its minimum is 16 MiB, which is the largest block.
@@ -139,7 +139,7 @@ def _directories(paths: Sequence[Path]) -> list[Path]:
 
     Raises:
         BenchError: a path is not a directory, or is not writable.
-        ConfigError: two paths are the same.
+        ConfigError: two of the paths are the same directory.
     """
     found: list[Path] = []
     for given in paths:

@@ -1,8 +1,8 @@
 """The results of a survey, as JSON for programs and as a swap config for infinity.
 
-[Note: the JSON]
-`schema` and `version` identify the format; within a version keys are only added. All keys except `schema`, `version`,
-`infinity` and `time` are the fields of Survey. Sizes are in bytes, rates in bytes per second.
+[Note: the JSON] `schema` and `version` identify the format. Keys may be added without a new version, but no key is
+removed or changed. All keys except `schema`, `version`, `infinity` and `time` are the fields of Survey. Sizes are in
+bytes, rates in bytes per second.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SCHEMA, VERSION = "infinity-bench", 3
 
 @dataclass(frozen=True)
 class PathReport:
-    """The results for one directory's disk. The results come from a sweep, or from writing until the rate settled.
+    """The results for the disk of one directory. They come from a sweep, or from writing until the rate was constant.
 
     Attributes:
         written_bytes: bytes that the survey wrote.
-        points: all measured settings of the sweep.
-        choice: the recommended settings and the rates with these settings; None without a sweep.
-        sustained: the result of --sustained; None without it.
+        points: all settings that the sweep measured, with their rates.
+        choice: the recommended settings and the rates with these settings; None if there was no sweep.
+        sustained: the result of --sustained; None if the option was not given.
     """
 
     path: Path
@@ -44,7 +44,10 @@ class PathReport:
 
 @dataclass(frozen=True)
 class Survey:
-    """All results of one call of infinity-bench. `reason` says why this engine and its flags were chosen."""
+    """All results of one call of infinity-bench.
+
+    `reason` says why infinity-bench chose the I/O engine and the engine's flags.
+    """
 
     engine: str
     reason: str

@@ -1,7 +1,7 @@
-"""`--sustained`: writing until the rate settles.
+"""`--sustained`: writing until the rate is constant.
 
-Drives first write fast into a cache of fast cells, and more slowly once the cache is full. A training run gets the
-slower rate.
+A drive first writes into a cache of fast cells, and writes more slowly once the cache is full. The slower rate is the
+rate of a long training run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SETTLED = 0.05
 
 @dataclass(frozen=True)
 class Sustained:
-    """Bytes per second of each minute. The last value is the sustained rate if `settled`."""
+    """The mean rate in each minute, in bytes per second. If `settled` is true, the last value is the sustained rate."""
 
     rates: Sequence[float]
     written_bytes: int
@@ -29,7 +29,7 @@ class Sustained:
 def settled(rates: Sequence[float]) -> bool:
     """Return whether the rates of the last three minutes differ by less than 5 % from minute to minute.
 
-    One small difference between two minutes may be chance.
+    Two minutes would not suffice, because their rates may be equal by chance.
     """
     last = rates[-3:]
     return len(last) == 3 and all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
@@ -41,7 +41,7 @@ def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, 
     Args:
         rig: the file and its memory.
         workload: the workload of each run.
-        limit_s: seconds after which the writing stops, whether or not the rate has settled.
+        limit_s: seconds after which the writing stops, even if the rate is not constant.
         say: function that is called after each minute, with the rate and the bytes of that minute.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The sweep: a search for the block size and queue depth that a disk needs, with few runs."""
+"""The sweep: a search for the best block size and queue depth of a disk, with few runs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ _GAIN = 1.05
 """Minimum speed-up that justifies the memory and latency of a deeper queue or another block size."""
 _REPEATS = 3
 _DEPTH_MIN = 8
-"""Minimum depth for block sizes other than 1 MiB: a training step also moves pieces smaller than a block."""
+"""Minimum queue depth for block sizes other than 1 MiB.
+
+A training step also moves pieces smaller than a block, and small pieces need a deeper queue.
+"""
 _FINALISTS = 3
 
 
 @dataclass(frozen=True)
 class Point:
-    """A setting and its runs.
+    """A block size and a queue depth, with the rates of their runs.
 
     Attributes:
         kind: read, overwrite or mixed.
         block_bytes, queue_depth: the setting.
         rate: median of the runs in bytes per second.
-        spread: (fastest - slowest) / median of the runs; smaller differences between settings are not significant.
+        spread: (fastest - slowest) / median of the runs. Differences between settings that are smaller than the spread
+            are not significant.
     """
 
     kind: Kind
@@ -44,8 +48,8 @@ class Point:
 def most_written(sample_bytes: int) -> int:
     """Return an upper bound of the bytes that a sweep with samples of at most `sample_bytes` writes.
 
-    The bound is the sum of the writes at all depths, the writes with all block sizes, half of the finalists' bytes, and
-    the probe for the sample size.
+    The bound is the sum of four parts: the writes at all queue depths, the writes with all block sizes, half of the
+    bytes of the mixed runs, and the run that determines the sample size.
     """
     runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2
     return int((runs * _REPEATS + 1) * sample_bytes)
@@ -59,11 +63,11 @@ class Sweep:
     mixed reads and writes, which is the pattern of training.
 
     Args:
-        directory: the directory on the disk.
-        rig: the file and its memory, already filled.
+        directory: a directory on the disk.
+        rig: the scratch file, which is already filled, and its memory.
         sample_bytes: bytes moved per run.
         engine: the I/O engine.
-        say: called with every point.
+        say: function that is called with every point.
     """
 
     def __init__(self, directory: Path, rig: Rig, sample_bytes: int, engine: str, say: Callable[[Point], None]) -> None:
@@ -74,7 +78,8 @@ class Sweep:
     def run(self) -> DiskProfile:
         """Return the recommended settings. Raises BenchError: the disk failed, or returned wrong data."""
         depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
-        for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):  # room for a read and a write
+        # so that one read and one write can be in flight
+        for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):
             self._measure_both(block, max(min(depth * _MIDDLE_BLOCK // block, 256), _DEPTH_MIN))
         finalists = self._ranked()[:_FINALISTS]
         for block, blocks_deep in finalists:
@@ -101,9 +106,9 @@ class Sweep:
         return int(sum(WRITTEN_SHARE[point.kind] for point in self.points) * _REPEATS * self._sample_bytes)
 
     def _best_depth(self, kind: Kind) -> int:
-        """Return the best queue depth with blocks of 1 MiB.
+        """Return the best queue depth for blocks of 1 MiB.
 
-        The depth is raised until two steps in a row gain less than 5 %.
+        The queue depth is raised until each of the last two steps has gained less than 5 %.
         """
         best, idle, tried = 0.0, 0, list[tuple[int, int]]()
         for depth in DEPTHS:
@@ -132,7 +137,7 @@ class Sweep:
     def _ranked(self) -> list[tuple[int, int]]:
         """Return the settings that were measured for reads and for writes, sorted by speed.
 
-        The speed is the rate of half reads and half writes; the fastest setting comes first.
+        The speed is computed for half reads and half writes. The fastest setting comes first.
         """
         reads, writes = ({key[1:] for key in self._points if key[0] == kind} for kind in ("read", "overwrite"))
 

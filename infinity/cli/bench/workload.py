@@ -16,7 +16,8 @@ from infinity.errors import BenchError
 Kind = Literal["read", "overwrite", "mixed"]
 WRITTEN_SHARE: dict[Kind, float] = {"read": 0.0, "overwrite": 1.0, "mixed": 0.5}
 
-_MIXED_REQUEST_BYTES = 1 << 20  # reads and writes alternate in pieces of this size, or of a block if that is larger
+# reads and writes alternate in pieces of this size, or of one block if a block is larger
+_MIXED_REQUEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Workload:
 
     Attributes:
         kind: read, overwrite or mixed.
-        block_bytes, queue_depth: size and number in flight of the transfers; the depth stays the same until the end.
+        block_bytes, queue_depth: the bytes of a transfer, and the number of transfers in flight, which is constant
+            until the end.
         nbytes: bytes moved in total; for mixed, the sum of both directions.
         engine: io_uring, threads or auto.
     """
@@ -39,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sample:
-    """The cost of one run of a workload.
+    """The bytes, the seconds and the processor time of one run of a workload.
 
     Attributes:
         cpu_s: processor time of all threads of the process, including the kernel's part.
@@ -66,10 +68,10 @@ class Rig:
 
     Args:
         scratch: the file.
-        memory_bytes: bytes of the source and of the target; a divisor of the file's size.
+        memory_bytes: bytes of the source, and also of the target. The file's size must be a multiple of this number.
 
     Raises:
-        BenchError: the memory cannot be allocated, or an error of Scratch.
+        BenchError: the memory cannot be allocated, or Scratch raised the error.
     """
 
     def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
@@ -132,7 +134,7 @@ class Rig:
         return [act(self.scratch.file, at, memory) for at in self._starts(workload.nbytes)]
 
     def _submit_mixed(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
-        """Submit reads from the start of the file on, alternating with writes from its middle on."""
+        """Submit reads alternating with writes. The reads begin at the start of the file, the writes at the middle."""
         piece = max(workload.block_bytes, _MIXED_REQUEST_BYTES)
         half = self.scratch.nbytes // 2 // self.memory_bytes * self.memory_bytes
         futures = []

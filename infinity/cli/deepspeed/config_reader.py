@@ -3,11 +3,11 @@
 Accelerate's names of the keys are replaced by DeepSpeed's.
 
 [Note: which files]
-DeepSpeed reads JSON with comments (hjson). This reader refuses a file with comments, and the error says how to remove
-the comments: a reader that tolerates comments would also guess the meaning of damaged files. Accelerate's file is YAML,
-or JSON with the same keys. Accelerate's file names a DeepSpeed config in `deepspeed_config_file`, or itself contains
-some keys of a DeepSpeed config. Accelerate uses these keys only if the DeepSpeed config says "auto", and so does this
-reader.
+DeepSpeed reads hjson, which is JSON with comments. This reader refuses a file with comments, and the error says how to
+remove the comments. A reader that accepts hjson would also accept some damaged files, and guess their meaning.
+Accelerate's file is YAML, or JSON with the same keys. Accelerate's file names a DeepSpeed config in
+`deepspeed_config_file`, or itself contains some keys of a DeepSpeed config. Accelerate uses these keys only if the
+DeepSpeed config says "auto", and so does this reader.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Item:
     """A key of a config, and its value.
 
     Attributes:
-        key: its name in the table of keys.
+        key: name of the key in the table of keys.
         shown: the key, as written in the file.
     """
 
@@ -52,12 +52,12 @@ class Source:
     """A config that was read.
 
     Attributes:
-        items: its keys, in the file's order, each once.
-        overruled: keys without effect, because another place sets the same key. These are keys of Accelerate beside a
-            DeepSpeed config, and an `aio` in a section where DeepSpeed does not look for it.
-        file: the DeepSpeed config, as a script names it; "" if Accelerate's file has all keys.
+        items: the keys with their values, in the file's order. Each key occurs once.
+        overruled: keys without effect, because another place sets the same key. Examples are keys of Accelerate if
+            there is also a DeepSpeed config, and an `aio` in a section where DeepSpeed does not read `aio`.
+        file: the path by which a script names the DeepSpeed config; "" if Accelerate's file has all keys.
         accelerate: the config file of Accelerate; "" if there is none.
-        fsdp: whether it is a config of FSDP, in `file` or in `accelerate`.
+        fsdp: whether `file` or `accelerate` is a config of FSDP.
     """
 
     items: tuple[Item, ...]
@@ -86,7 +86,7 @@ def read(path: Path) -> Source:
     if isinstance(link, str) and "zero_optimization" not in values:
         file = shlex.quote(printable(link))
         raise ConfigError(f"{name}: is not a DeepSpeed config; it names one: infinity convert {file}")
-    # Only DeepSpeed has the section activation_checkpointing, and the other keys that FSDP does not have.
+    # The section activation_checkpointing, and other keys that FSDP lacks, show that the file is a DeepSpeed config.
     fsdp = _of_fsdp(values)
     known = {each.shown for each in fsdp if each.key in KEYS and not isinstance(each.value, Mapping)}
     if known and not (values.keys() - known) & {*DEEPSPEED, *SECTIONS}:
@@ -153,9 +153,9 @@ def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
 
 
 def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Return the items with unique keys, and the duplicates.
+    """Return one item for each key, and the duplicate items.
 
-    A key in its own section overrules the same key in another section.
+    If a key occurs in its proper section and in another section, the item of the proper section is used.
     """
     _require_deepspeed(name, values)
     if isinstance(values.get("zero_optimization"), bool):  # DeepSpeed before 0.2
@@ -169,7 +169,7 @@ def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], 
 
 
 def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
-    """Raise ConfigError if no key indicates a DeepSpeed config."""
+    """Raise ConfigError if no key shows that this is a DeepSpeed config."""
     if values.keys() & _OURS:
         raise ConfigError(f"{name}: is not a DeepSpeed config; it looks like a swap config, which `infinity run` takes")
     if "distributed_type" in values:
@@ -204,7 +204,10 @@ def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
 
 
 def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
-    """Return the keys of FSDP, with or without the prefix `fsdp_`. `section` is the prefix of their section."""
+    """Return the keys of FSDP, with or without the prefix `fsdp_`.
+
+    `section` is the name of the keys' section, as a prefix.
+    """
     return tuple(
         Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
     )
@@ -217,7 +220,7 @@ def _of_accelerate(values: Mapping[str, Any]) -> tuple[Item, ...]:
 def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> Source:
     """Combine the keys of Accelerate's file with the DeepSpeed config that the file names.
 
-    `inner` has the file's keys for DeepSpeed, `values` its other keys.
+    `inner` has the keys for DeepSpeed in Accelerate's file, and `values` has the other keys of this file.
     """
     names = {key.accelerate: key.name for key in ROWS if key.accelerate}
     given, others = [], []
@@ -234,7 +237,8 @@ def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) 
         return Source((*given, *rest), (), "", str(path))
     if not isinstance(link, str):
         raise ConfigError(f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; it must be the path of a file")
-    # Accelerate resolves a path from the working directory; users often write it relative to the file.
+    # Accelerate resolves the path from the working directory, but users often write the path relative to Accelerate's
+    # file.
     beside = path.expanduser().parent / link
     file = Path(link) if Path(link).expanduser().exists() or not beside.exists() else beside
     theirs = _values(file)

@@ -4,9 +4,9 @@ The list has one finding for each key of the DeepSpeed config.
 
 [Note: what is not offloaded]
 Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a part
-of the weights, and a single device may have no room for all weights. `weights: device` would be an error if the device
-has no room for all weights, and is always an error with several ranks. `auto` keeps the weights on the device if they
-take at most half of its memory, otherwise in RAM. The optimizer's states cannot be placed on the device yet.
+of the weights, and a single device may have no room for all weights. `weights: device` is an error if the device has no
+room for all weights, and is always an error with several ranks. With `auto`, the weights are on the device if they take
+at most half of the device's memory, otherwise in RAM. The optimizer's states cannot be placed on the device yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from infinity.quoting import quoted
 from infinity.sizes import PAGE_BYTES, exact_bytes
 
 HINTS_MAX = 50
-"""Maximum number of unknown keys that get a hint at the nearest known key. Finding it takes time."""
+"""Maximum number of unknown keys for which the report names the most similar known key.
+
+The search for similar keys takes time.
+"""
 _ZERO = "zero_optimization"
 _BLOCK_DEFAULT, _BLOCK_MAX = 1 << 20, 1 << 30
 _DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
@@ -53,7 +56,7 @@ class Line:
 
     Attributes:
         key: name of the key, with its section.
-        why: the origin of the key, as text.
+        why: text that says where the value comes from.
         sources: the keys of the DeepSpeed config from which this key is made.
     """
 
@@ -71,9 +74,9 @@ class Finding:
         shown: the key, as written in the file.
         value: value of the key, shortened.
         fate: the kind of treatment.
-        says: the reason, or an instruction for the user; without a full stop.
+        says: the reason for the treatment, or an instruction for the user. The text does not end with a full stop.
         to: keys of the swap config, or options of `infinity finetune`.
-        trainer: the argument of TrainingArguments, with the argument's value if this value differs.
+        trainer: the corresponding argument of TrainingArguments, with its value if the value is not the key's value.
     """
 
     shown: str
@@ -99,7 +102,7 @@ class Conversion:
     remarks: list[str] = field(default_factory=list)
 
     def of(self, *fates: Fate) -> list[Finding]:
-        """Return the findings with one of these fates."""
+        """Return the findings whose fate is one of these."""
         return [finding for finding in self.findings if finding.fate in fates]
 
     def add(self, key: str, value: str | int | list[str], why: str, *sources: str) -> None:
@@ -136,7 +139,7 @@ def convert(source: Source) -> Conversion:
 
 
 def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item], active: Mapping[str, Item]) -> None:
-    default = 2 if source.accelerate and not source.file else 0  # without a stage in its own file Accelerate takes 2
+    default = 2 if source.accelerate and not source.file else 0  # if no stage is set, Accelerate uses stage 2
     given = items.get(f"{_ZERO}.stage")
     stage = default if given is None else _whole(given, 0, 3)
     why = f"ZeRO stage {default}, the default" if given is None else _say(given)
@@ -144,7 +147,7 @@ def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item]
     for ours, rest in (("weights", kept), ("optimizer", "the states are not offloaded")):
         found = _meant(active, ours)
         if ours == "weights" and stage is not None and stage < 3 and not source.fsdp:
-            found = []  # ZeRO offloads weights in stage 3 only
+            found = []  # ZeRO offloads weights only in stage 3
         if found:
             conversion.add(ours, _meaning(found[0]), _say(found[0]), found[0].key)
         elif source.fsdp:
@@ -191,7 +194,7 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
 
 
 def _path(active: Mapping[str, Item], device: str) -> Item:
-    """Return the item `nvme_path` of the section whose device is nvme. Raises ConfigError."""
+    """Return the item `nvme_path` of a section whose device is nvme. Raise ConfigError if there is no usable path."""
     item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
     if item is None:
         raise ConfigError(
@@ -207,9 +210,9 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
 
 
 def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
-    """Return the items whose values determine a key of the swap config, in the table's order.
+    """Return the items whose values determine a key of the swap config, in the order of keys.yaml.
 
-    If two keys name the target of the offloaded states, the key with the newer name comes first.
+    If two keys say where the states are offloaded to, the key with the newer name comes first.
     """
     found = [active[key.name] for key in KEYS.values() if key.name in active and ours in key.to.split(", ")]
     return [item for item in found if _meaning(item)]
@@ -247,9 +250,9 @@ def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted
 
 
 def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
-    """Return the option of `infinity finetune` and the argument of Trainer for a value, from the table's words.
+    """Return the option of `infinity finetune` and the argument of Trainer that keys.yaml has for a value.
 
-    For a value without a counterpart the result is the reason as a string, or "" if the table has no reason.
+    If a value has no counterpart, return the reason as a string, or "" if keys.yaml has no reason.
     """
     word = said(items[key.name].value).lower()
     plain = items.get("optimizer.params.adam_w_mode")
@@ -259,7 +262,7 @@ def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
 
 
 def _is_unknown(item: Item) -> bool:
-    """Return whether the table does not have the key, and the key is not a comment."""
+    """Return whether keys.yaml lacks the key, and the key is not a comment."""
     is_comment = item.key.rpartition(".")[2].startswith(("_", "//", "#"))
     return item.key not in KEYS and item.key not in SECTIONS and not is_comment
 
@@ -294,7 +297,10 @@ def whole_number(value: Any) -> int | None:
 
 
 def _whole(item: Item, low: int, high: int) -> Any:
-    """Return an integer; None if the config leaves it open. Raises ConfigError."""
+    """Return the value of an item as an integer; None if the value is "auto" or missing.
+
+    Raise ConfigError for another value.
+    """
     value = whole_number(item.value)
     if item.value in (None, AUTO) or (value is not None and low <= value <= high):
         return value
@@ -302,7 +308,7 @@ def _whole(item: Item, low: int, high: int) -> Any:
 
 
 def _meaning(item: Item) -> str:
-    """Return the swap config's value for the value of an item, by the table; "" if the table has none.
+    """Return the swap config's value that keys.yaml has for the value of an item; "" if it has none.
 
     Raises ConfigError.
     """
@@ -324,7 +330,7 @@ def _say(item: Item) -> str:
 
 
 def said(value: Any) -> str:
-    """Return a value as JSON text, shortened."""
+    """Return a value as JSON text, which is shortened if it is long."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float) and abs(value) < 1e15 and value == int(value):

@@ -28,7 +28,10 @@ _WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
 
 
 def swap_text(conversion: Conversion, source: Source) -> str:
-    """Return the swap config in YAML, each line with the key from which it is made."""
+    """Return the swap config in YAML.
+
+    A comment in each line names the key of the DeepSpeed config from which the line is made.
+    """
     name = shlex.quote(printable(source.accelerate or source.file))
     out = [
         f"# Made by `infinity convert {name}`. Each value is followed by its source.",
@@ -65,8 +68,8 @@ def _scalar(value: str | int | list[str]) -> str:
 def report(conversion: Conversion, source: Source, output: Path | None) -> str:
     """Return the report.
 
-    The report begins with the lost settings. The settings that need no action and the command that starts the training
-    are at the end.
+    The report begins with the settings that have no counterpart. The settings that need no action, and the command that
+    starts the training, are at the end.
     """
     out: list[str] = []
     for fate in Fate:

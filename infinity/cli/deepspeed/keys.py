@@ -15,7 +15,7 @@ from infinity.strict import parse_yaml
 class Fate(Enum):
     """The kinds of treatment of a key, with their titles in the report, in the order of the report.
 
-    Each key has one.
+    Each key has exactly one kind of treatment.
     """
 
     TRAINING = "No counterpart, changes the training"

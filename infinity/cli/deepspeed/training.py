@@ -1,4 +1,4 @@
-"""The settings of a DeepSpeed config for training, which are not part of a swap config.
+"""The training settings of a DeepSpeed config. A swap config has no such settings.
 
 The settings become options of `infinity finetune`, arguments of transformers' Trainer (TrainingArguments), and a call
 of infinity.AdamW.
@@ -26,10 +26,10 @@ class Training:
     """The training settings of a config.
 
     Attributes:
-        options: options of `infinity finetune` with their values. Options whose value is open ("auto") or is not
-            accepted are missing.
-        arguments: arguments of TrainingArguments. Trainer has no plain Adam, and uses its own default schedule if the
-            DeepSpeed config has no schedule.
+        options: options of `infinity finetune` with their values. An option is missing if the value is "auto", or if
+            `infinity finetune` does not accept the value.
+        arguments: arguments of TrainingArguments. Trainer has AdamW but not Adam. If the DeepSpeed config has no
+            schedule, Trainer uses its own default schedule.
         optimizer_call: the call that makes the optimizer in a user's own script; "" if the config names no optimizer
             that infinity has.
     """
@@ -61,7 +61,7 @@ def training_of(source: Source) -> Training:
                     add(option, value, argument)
     rate, ratio = (items[key].value if key in items else None for key in (_LR, _RATIO))
     if _is_number(rate) and not any(key.startswith("scheduler.") for key in items):
-        add("--schedule", "constant")  # without a scheduler DeepSpeed keeps the rate
+        add("--schedule", "constant")  # if there is no scheduler, DeepSpeed keeps the learning rate constant
     if options.get("--schedule") == "cosine" and _is_number(rate) and _is_number(ratio):
         add("--min-lr", float(f"{ratio * rate:.6g}"), "lr_scheduler_kwargs", json.dumps({"min_lr_rate": ratio}))
         arguments["--lr_scheduler_type"] = "cosine_with_min_lr"
@@ -91,10 +91,11 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
 
 
 def _told(source: Source) -> dict[str, Item]:
-    """Return the keys that have a value, and the keys that follow from them.
+    """Return the values of the keys, and further values that follow from them.
 
-    The keys that follow are the batch sizes with which one process has the same batch per step, and a weight decay of 0
-    if the config sets no weight decay for DeepSpeed's own Adam. The default of torch's Adam is not 0.
+    The further values are the batch sizes with which one process has the same batch per step, and sometimes a weight
+    decay of 0. DeepSpeed's own Adam decays no weights unless the config says so, but the default of torch.optim.AdamW
+    is 0.01.
     """
     named = {item.key for item in source.items}
     items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}
@@ -115,7 +116,7 @@ def _told(source: Source) -> dict[str, Item]:
 
 
 def _values(takes: str, value: Any) -> list[Any]:
-    """Return the values for an option as a list, which is empty if the type of `value` does not match."""
+    """Return the values for an option as a list. The list is empty if `value` does not have the type of the option."""
     if takes == "whole":
         number = whole_number(value)
         return [] if number is None else [number]

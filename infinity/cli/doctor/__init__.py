@@ -1,1 +1,4 @@
-"""`infinity doctor`: checks of this machine. If a command can repair a problem, the report shows the command."""
+"""`infinity doctor`: checks of this machine, with a report.
+
+If a shell command can repair a problem, the report shows the command.
+"""

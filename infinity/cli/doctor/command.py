@@ -1,6 +1,6 @@
 """`infinity doctor`: check whether this machine is ready, and print a report.
 
-The command writes only a small file in each swap directory, and removes the file immediately.
+The command writes nothing but a small file in each swap directory, and removes the file immediately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def doctor(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the swap config cannot be used, or a directory is named twice.
-        InfinityError: a directory does not answer.
+        InfinityError: a directory does not respond, for example because its server cannot be reached.
     """
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -52,7 +52,10 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
-    """Return the swap config and the swap directories. Raises ConfigError."""
+    """Return the swap config and the swap directories.
+
+    Raise ConfigError if the swap config is invalid or a directory is named twice.
+    """
     config = load_config(options.config)
     paths = [*config.nvme.paths, *options.swap_dir]
     try:
@@ -67,13 +70,13 @@ def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
 
 
 def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Probes]:
-    """Return the groups of probes to run.
+    """Return the groups of probes to run. Each group runs in one process.
 
     Args:
         config: the swap config.
         paths: the swap directories.
-        given: whether the user gave a swap config. With neither a swap config nor paths, the current directory is
-            checked.
+        given: whether the user gave a swap config. If the user gave neither a swap config nor paths, the current
+            directory is checked.
     """
     if not paths and not given:
         paths = [Path(".")]

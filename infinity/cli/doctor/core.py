@@ -1,4 +1,4 @@
-"""The native core: the instruction set that it selects, and the I/O engine that works on this machine."""
+"""Probes of the native core: the selected instruction set, and the I/O engine that works on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def instruction_set() -> Row:
 
 
 def engine(wanted: str, root: Path = _ROOT) -> Row:
-    """Return a row about the I/O engine, and whether the kernel accepts registered buffers.
+    """Return a row that says which I/O engine works, and whether the kernel accepts registered buffers.
 
     Args:
         wanted: engine of the swap config: 'auto', 'io_uring' or 'threads'.

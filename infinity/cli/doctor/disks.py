@@ -1,4 +1,4 @@
-"""The disk under a swap directory: its kind, its options, its measured rates and its wear."""
+"""Probes of the disk of a swap directory: the kind of the disk, its mount options, its measured rates and its wear."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _KINDS: dict[DiskKind, tuple[State, str]] = {
 def disk(directory: Path, root: Path = _ROOT) -> Probes:
     """Return the probes of a directory of nvme.paths.
 
-    The directory may be missing if its parent exists: the run then creates the directory.
+    If the directory is missing, its parent must exist, and a run creates the directory.
     """
     section, name = f"disk {directory}", directory.expanduser().absolute()
     looks = Disk(name, root)
@@ -65,7 +65,7 @@ def disk(directory: Path, root: Path = _ROOT) -> Probes:
 
 
 class Disk:
-    """Probes of the disk under a directory.
+    """Probes of the disk on which a directory is.
 
     Args:
         path: the directory.
@@ -74,7 +74,7 @@ class Disk:
     Attributes:
         path: the directory.
         there: the directory, or its nearest existing parent.
-        scratch: path of the file with which direct I/O is tried.
+        scratch: path of the file that is used to try direct I/O.
     """
 
     def __init__(self, path: Path, root: Path = _ROOT) -> None:
@@ -88,7 +88,7 @@ class Disk:
         except ConfigError as error:
             name, quoted = self.path, shlex.quote(str(self.path))
             mend = ""
-            if not os.path.lexists(name):  # if the parent is missing, too, the disk may not be mounted
+            if not os.path.lexists(name):  # if the parent is missing as well, the disk may not be mounted
                 refused = name.parent.is_dir() and not os.access(name.parent, os.W_OK) and not self._is_read_only
                 mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
@@ -129,7 +129,10 @@ class Disk:
         return Row("ok", said)
 
     def direct(self) -> Row:
-        """Check with an empty file, which is removed immediately, whether a swap file bypasses the page cache."""
+        """Check whether swap files can bypass the page cache.
+
+        The check creates an empty file and removes it immediately.
+        """
         try:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
@@ -156,7 +159,8 @@ class Disk:
     def _measuring(self) -> str:
         """Return the command that measures the disk.
 
-        The result is "" if the directory cannot be created, because the run may then use another disk.
+        The result is "" if the directory cannot be created, because the run may then use another directory on another
+        disk.
         """
         if self.there not in (self.path, self.path.parent) or not os.access(self.there, os.W_OK):
             return ""

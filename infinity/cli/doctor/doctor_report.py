@@ -1,8 +1,9 @@
-"""The doctor's report: a verdict, with a table for people, JSON for programs or Markdown for an issue.
+"""The report of `infinity doctor`: a verdict with a table for people, JSON for programs, or Markdown for an issue.
 
 [Note: the JSON]
-`schema` and `version` identify the format; within a version keys are only added. `rows` has an object for each row of
-the table, in order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') and mend, a command or ''.
+`schema` and `version` identify the format. Keys may be added without a new version, but no key is removed or changed.
+`rows` has an object for each row of the table, in order. The keys of the object are section, what, finding, state
+('ok', 'slower', 'missing' or 'unknown') and mend, which is a command or ''.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _NOT_PRIVATE = {"", ".", "/", "~", "root", "localhost"}
 _SYSTEM = frozenset(("dev", "proc", "sys", "etc"))
 _NAME = r"[\w.@+~-]+"
 _PATHS = re.compile(rf"(?:(?<![\w/])/(?!(?:{'|'.join(_SYSTEM)})/)|\bPATH/)(?:{_NAME}(?: {_NAME})*/)*{_NAME}")
-"""Paths of files and directories, except those of the system. All components of a path except the last may contain
-spaces."""
+"""Paths of files and directories, except paths of the system.
+
+All components of a path except the last may contain spaces.
+"""
 
 
 def is_ready(rows: Sequence[Row]) -> bool:
@@ -58,7 +61,7 @@ def to_text(rows: Sequence[Row], width: int) -> str:
 
     Args:
         rows: the rows.
-        width: of the terminal. Commands are not wrapped, so that they can be copied.
+        width: width of the terminal. Commands are not wrapped, so that users can copy them.
     """
     lines = [verdict(rows)]
     for section, each in groupby(rows, key=lambda row: row.section):
@@ -69,13 +72,15 @@ def to_text(rows: Sequence[Row], width: int) -> str:
 
 
 def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: int) -> str:
-    """Return Markdown for an issue, without names of this user, this machine and its directories, and without commands.
+    """Return Markdown for an issue.
+
+    The Markdown has no commands, and does not name this user, this machine, or directories of this machine.
 
     Args:
         rows: the rows.
         paths: the swap directories.
-        version: of infinity.
-        width: of the text.
+        version: version of infinity.
+        width: width of the text.
     """
     private = {str(each): f"SWAP_DIR_{at}" for at, path in enumerate(paths, 1) for each in (path, path.absolute())}
     above = {str(each) for path in paths for each in path.absolute().parents if _SYSTEM.isdisjoint(each.parts)}
@@ -120,7 +125,7 @@ def _names() -> dict[str, str]:
     """Return the names of this user, the home directory and this machine, each with a replacement."""
     names = {os.environ.get(variable, ""): "USER" for variable in ("USER", "LOGNAME", "SUDO_USER")}
     homes = [os.path.expanduser("~")]
-    with contextlib.suppress(KeyError):  # such as in a container that does not know the user
+    with contextlib.suppress(KeyError):  # for example in a container whose system does not know the user's name
         user = pwd.getpwuid(os.getuid())
         names[user.pw_name] = "USER"
         homes.append(user.pw_dir)
@@ -129,7 +134,7 @@ def _names() -> dict[str, str]:
 
 
 def _without(private: Mapping[str, str], text: str) -> str:
-    """Return the text with private names replaced, and without paths that do not exist on every machine."""
+    """Return the text with private names replaced, and without paths that exist only on some machines."""
     for name in sorted(private.keys() - _NOT_PRIVATE, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", private[name], text)
     return _PATHS.sub("PATH", text)

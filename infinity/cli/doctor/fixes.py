@@ -18,7 +18,7 @@ def pip_install(*requirements: str, how: str = "--upgrade") -> str:
 
 
 def python() -> str:
-    """Return the shell command of this Python."""
+    """Return the shell command that starts this Python interpreter."""
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):

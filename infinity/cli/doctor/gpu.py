@@ -1,4 +1,4 @@
-"""GPUs: whether torch can use them, their links, and the rates of copies to and from them."""
+"""Probes of the GPUs: whether torch can use them, the PCIe links, and the rates of copies to and from the GPUs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ROOT = Path("/")
 _COPIED_BYTES = 64 << 20
 _COPIES = 4
 _POOR = 0.5
-"""Fraction of the link's maximum rate below which a copy counts as slow.
+"""A copy is reported as slow if its rate is below this fraction of the link's maximum rate.
 
-Good links reach 0.75 and more for large copies.
+Large copies over a good link reach 0.75 of the maximum rate, or more.
 """
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NO_GPU = Row("ok", "no GPU is used")
@@ -40,7 +40,7 @@ class Copies:
     """The result of measuring copies.
 
     Attributes:
-        refused: why memory could not be pinned; '' if it was pinned.
+        refused: why memory could not be pinned; '' if the memory was pinned.
         up_rate, down_rate: bytes per second to and from the device.
         link: state of the link during the copies; None if the system does not report it.
     """
@@ -55,7 +55,7 @@ class Gpus:
     """Probes of the GPUs.
 
     Args:
-        config: the swap config whose memory.device must fit.
+        config: the swap config; its memory.device must fit on the GPU.
         root: parent of /sys and /proc, for tests.
     """
 
@@ -80,9 +80,9 @@ class Gpus:
         return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
     def _in_ram(self) -> list[Row]:
-        """Return a row about the budgets if the CPU computes and the budgets together are larger than RAM.
+        """Return a row if the model computes on the CPU and memory.device + memory.host exceed the available RAM.
 
-        The budgets are memory.device and memory.host.
+        Without a GPU both budgets are in RAM.
         """
         memory, left = self._config.memory, available_host_bytes(self._root)
         host, device = memory.host or 0, memory.device or 0
@@ -117,7 +117,7 @@ class Gpus:
     @cached_property
     def _devices(self) -> list[torch.device]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # why_no_device reports the reason
+            warnings.simplefilter("ignore")  # if there is no device, why_no_device reports the reason
             return accelerator.devices()
 
     def _open(self, device: torch.device) -> Accelerator:
@@ -129,7 +129,7 @@ class Gpus:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _none(self) -> Row:
-        """Return a row for the case that torch finds no device."""
+        """Return a row that says why torch finds no device."""
         there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
         if not there:
             return Row("ok", "none: the CPU computes")
@@ -195,14 +195,14 @@ class Gpus:
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
     """Pin 64 MiB and copy it to and from the device a few times.
 
-    The measurement needs 128 MiB of memory, and much less than a second.
+    The measurement needs 128 MiB of memory and takes much less than a second.
     """
     arena = PinnedArena(_COPIED_BYTES)
     host = torch.frombuffer(arena.memory.view(0, _COPIED_BYTES), dtype=torch.uint8)
     host.fill_(1)
     refused = arena.pin(device)
     slab, stream = device.slab(_COPIED_BYTES), device.stream()
-    device.synchronize(device.copy(slab, host, on=stream))  # wakes up the link
+    device.synchronize(device.copy(slab, host, on=stream))  # the first copies wake the link from its power-saving state
     rates, link = [], None
     for into, source in ((slab, host), (host, slab)):
         began = device.record(stream, timed=True)

@@ -1,4 +1,4 @@
-"""Probes of the container of this process, of the container's limits, and of NUMA nodes."""
+"""Probes of the container in which this process runs, of the container's limits, and of the NUMA nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _SHM = Path("/dev/shm")
 
 
 def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
-    """Return a row that compares the threads of the update with the available cores. Imports torch."""
+    """Return a row that compares the number of the update's threads with the number of available cores.
+
+    The function imports torch.
+    """
     from infinity.plan.budgets import update_threads
 
     wanted, quota = update_threads(config), processors_allowed(root)
@@ -51,7 +54,7 @@ def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
 
 
 def io_limit(root: Path = _ROOT) -> Row:
-    """Return a row with the I/O limits of the control groups, innermost first."""
+    """Return a row with the I/O limits of the control groups. The limits of the innermost group come first."""
     limits = dict.fromkeys(text_of(group / "io.max") for group in groups("io", root))
     said = "; ".join(filter(None, limits))
     return Row("slower", f"io.max of the control group: {said}") if said else Row("ok", "none")
@@ -63,8 +66,8 @@ def io_limit(root: Path = _ROOT) -> Row:
 def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     """Return a row about the NUMA nodes.
 
-    Disks and GPUs should be attached to the same NUMA node. This process should be able to run on the GPU's NUMA node,
-    or without a GPU on the disks' NUMA node.
+    Disks and GPUs should be attached to the same NUMA node. This process should be allowed to run on the GPU's NUMA
+    node, or on the disks' NUMA node if there is no GPU.
 
     Args:
         paths: existing directories on the disks of the run.

@@ -1,4 +1,4 @@
-"""RAM and its limit in the control group, huge pages, and the limit of locked memory."""
+"""Probes of memory: RAM and the limit of the control group, huge pages, and the limit of locked memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def huge_pages(root: Path = _ROOT) -> Row:
 def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
     """Return a row that compares the limit of locked memory with the bytes that a run registers with io_uring.
 
-    Imports torch.
+    The function imports torch.
     """
     from infinity.base.host_limits import available_host_bytes
     from infinity.plan.planner import HOST_SHARE

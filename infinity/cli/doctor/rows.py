@@ -19,7 +19,7 @@ class Row(NamedTuple):
         state: "missing": a run cannot work, or not as configured; "slower": a run works, but is slower now or soon;
             "unknown": the state could not be determined, and `finding` says why.
         mend: a shell command that repairs the problem; '' if there is no command or no problem.
-        what, section: names of the row; '': the names of its probe.
+        what, section: names of the row; '' if the row has the names of its probe.
     """
 
     state: State
@@ -31,14 +31,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A check. The function `look` may raise any exception, hang, or end its process."""
+    """A check of the machine. The function `look` may raise any exception, hang, or end its process."""
 
     section: str
     what: str
     look: Callable[[], Row | Sequence[Row]]
 
     def rows(self, found: Row | Sequence[Row]) -> list[Row]:
-        """Return the rows of a result, with the probe's names."""
+        """Return the rows of a result. Rows without names get the names of the probe."""
         each = [found] if isinstance(found, Row) else found
         return [row._replace(what=row.what or self.what, section=self.section) for row in each]
 
@@ -48,9 +48,9 @@ class Probes:
     """Probes that one process runs in sequence.
 
     Attributes:
-        limit_s: time limit for all probes together.
-        leaves: a file that a probe creates and removes. The parent process removes the file if the process of the probe
-            dies before it does so.
+        limit_s: time limit for all probes of the group together, in seconds.
+        leaves: a file that a probe creates and removes. If the process of the probe dies before it has removed the
+            file, the parent process removes the file.
     """
 
     probes: Sequence[Probe]
@@ -65,5 +65,5 @@ class Probes:
         limit_s: float = _LIMIT_S,
         leaves: Path | None = None,
     ) -> Probes:
-        """Return probes of one section. `looks` are the checks, by name."""
+        """Return the probes of one section. `looks` has the function of each check, by the name of the check."""
         return cls([Probe(section, what, look) for what, look in looks.items()], limit_s, leaves)

@@ -1,13 +1,13 @@
 """Probes in separate processes.
 
-If a driver hangs, a disk does not answer, or a library ends its process, the doctor loses one row and not the report.
+A driver may hang, a disk may not respond, or a library may end its process. In each case the report lacks only the
+result of one probe.
 
-[Note: probes apart]
-Each group of probes has a forked process, and all processes run at the same time. A process sends the rows of each
-probe to the parent. If the process dies or exceeds its time limit, the rows of its remaining probes are unknown. Output
-of libraries in these processes is not shown. Only the parent handles Ctrl-C; the parent then ends the processes. The
-multiprocessing module is not used, because at exit it would wait for every process, even for one that a dead disk
-blocks.
+[Note: probes apart] Each group of probes runs in a forked process of its own, and all processes run at the same time. A
+process sends the rows of each finished probe to the parent. If the process dies or exceeds its time limit, the parent
+makes an "unknown" row for each probe that has not finished. Output of libraries in these processes is not shown. Only
+the parent handles Ctrl-C, and then ends the processes. The multiprocessing module is not used, because at exit it would
+wait for every process, even for a process that a dead disk blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _DEATH_S = 1.0
 
 
 def look(groups: Sequence[Probes]) -> list[Row]:
-    """Return the rows of all probes, in their order. No process and no file is left behind, even after an error."""
+    """Return the rows of all probes, in the order of the probes.
+
+    All processes are ended and all files are removed, even after an error.
+    """
     with _watched(groups) as children:
         return [row for child in children for row in child.rows()]
 
@@ -52,7 +55,7 @@ def ends(act: Callable[[], object], within_s: float) -> bool:
 
 @contextlib.contextmanager
 def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
-    """Yield processes that have finished their probes or have exceeded their time limit."""
+    """Yield each process when it has finished its probes or has exceeded its time limit."""
     children: list[_Child] = []
     try:
         for group in groups:
@@ -75,14 +78,14 @@ class _Child:
 
     Attributes:
         deadline: end of the time limit, by time.monotonic().
-        ended: whether the process has closed its end of the pipe, which is its last action.
-        late: whether the time limit passed before the process was done.
+        ended: whether the process has closed its end of the pipe. A process does this last.
+        late: whether the process has exceeded its time limit.
         pipe: the parent's end of the pipe.
     """
 
     def __init__(self, group: Probes) -> None:
         self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
-        self._found: list[list[Row]] = []  # rows of the finished probes, in order
+        self._found: list[list[Row]] = []  # the rows of each finished probe, in the order of the probes
         self._status: int | None = None
         self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
@@ -97,15 +100,18 @@ class _Child:
         writer.close()
 
     def read(self) -> None:
-        """Receive the rows of a probe, or the end of the pipe."""
+        """Receive the rows of a probe, or note that the pipe has ended."""
         try:
             self._found.append(self.pipe.recv())
-        except (EOFError, OSError):  # the child closed the pipe, or died within a message
+        except (EOFError, OSError):  # the child has closed the pipe, or has died while it sent a message
             self.ended = True
 
     def rows(self) -> list[Row]:
-        """End the process. Return the rows that the process reported; a probe that did not finish gets a row with the
-        result 'unknown'."""
+        """End the process.
+
+        Return the rows that the process reported, and a row with the state 'unknown' for each probe that did not
+        finish.
+        """
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
@@ -114,16 +120,16 @@ class _Child:
         return rows
 
     def close(self) -> None:
-        """End the process, and remove the file that its probe may have left. Idempotent."""
+        """End the process, and remove the file that its probe may have left. Later calls do nothing."""
         self._end()
         self.pipe.close()
         if self._status not in (None, 0) and self.group.leaves is not None:
             self.group.leaves.unlink(missing_ok=True)
 
     def _end(self) -> None:
-        """Kill the process unless it has ended, and read its exit status.
+        """Kill the process if it has not ended, and read its exit status.
 
-        The status stays None if the process does not die.
+        The status is None if the process does not die even after the kill.
         """
         until = time.monotonic() + _DEATH_S
         if self._status is None and not self.ended:
@@ -160,11 +166,11 @@ def _work(group: Probes, writer: Connection) -> NoReturn:
         for probe in group.probes:
             writer.send(rows_of(probe))
     finally:
-        os._exit(0)  # without a message, because the parent sees which probes did not finish
+        os._exit(0)  # no message is sent, because the parent knows which probes did not finish
 
 
 def rows_of(probe: Probe) -> list[Row]:
-    """Return the rows of a probe; an unknown row if it fails."""
+    """Return the rows of a probe. If the probe fails, return a row with the state 'unknown'."""
     try:
         found = probe.look()
     except (Exception, SystemExit) as error:  # a driver or a malformed file may raise anything

@@ -32,12 +32,12 @@ def system() -> Row:
 
 
 def infinity_version() -> Row:
-    """Return infinity's version. Raises PackageNotFoundError if infinity runs without being installed."""
+    """Return infinity's version. Raise PackageNotFoundError if infinity is not installed."""
     return Row("ok", metadata.version(_DISTRIBUTION))
 
 
 def imported() -> Row:
-    """Return a row about the module that a script in this directory imports as infinity.
+    """Return a row about the module that `import infinity` finds for a script in this directory.
 
     PyPI has another package with the module name "infinity": infinity.py.
     """
@@ -65,18 +65,18 @@ def imported() -> Row:
 
 
 def required() -> Row:
-    """Check the libraries that infinity requires."""
+    """Return a row about the libraries that infinity requires."""
     return _judged([each for each in _requirements() if each.marker is None], "missing")
 
 
 def optional() -> Row:
-    """Check the installed libraries among those that scripts and some commands use."""
+    """Return a row about the optional libraries, which scripts and some commands use, as far as they are installed."""
     there = {each.name: each for each in _requirements() if each.name in _OPTIONAL and _version(each.name)}
     return _judged(there.values(), "slower")
 
 
 def _judged(asked: Iterable[Requirement], otherwise: State) -> Row:
-    """Return a row about these requirements.
+    """Return a row that says whether the installed libraries meet these requirements.
 
     `otherwise` is the state of the row if a required library is not installed or too old.
     """

@@ -1,6 +1,6 @@
-"""The probes that import torch. These probes share one process, because importing torch takes seconds.
+"""The probes that import torch. They run in one process, because importing torch takes seconds.
 
-If torch cannot be imported, the first probe says why.
+If torch cannot be imported, the row of the first probe says why.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path("/")
 _LIMIT_S = 90
-"""Time limit: enough for reading torch from a slow disk and for drivers that open many GPUs."""
+"""Time limit in seconds. Reading torch from a slow disk, and opening many GPUs, may take this long."""
 
 
 def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
@@ -50,7 +50,9 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
 
 
 def processor(root: Path = _ROOT) -> Row:
-    """Return a row about the processor and, if the model computes on the processor, about the default of --dtype.
+    """Return a row about the processor.
+
+    If the model computes on the processor, the row also names the default of --dtype.
 
     If the default is fp32, the row is a warning, because training in fp32 is slow.
     """
