@@ -1,9 +1,9 @@
 """The output directory of `infinity finetune`.
 
-The directory is checked before the run begins, and a complete model is never lost.
+infinity checks the directory before the run begins, and never removes a complete model because of an error.
 
-The result is written to a directory beside the output, and this directory is then renamed. Once this directory contains
-the complete model, no later error removes the model; the error says where the model is.
+The result is first written to a directory beside the output directory, and this directory is then renamed. If an error
+occurs after the model is complete, the model is kept, and the error says where it is.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from infinity.quoting import raised
 from infinity.sizes import format_bytes
 
 _NAME_CHARS = 48
-"""Maximum number of characters of the output's name in the name of the directory beside the output. File names are
-limited in length."""
+"""Maximum number of characters of the output's name in the name of the directory beside the output.
+
+File systems limit the length of names.
+"""
 _REST_BYTES = 64 << 20
-"""Upper bound for the bytes of the tokenizer, the report and the loss curve."""
+"""Upper bound of the bytes of all other files of the output: the tokenizer, the report and the loss curve."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete model.
+    """A complete model on disk.
 
     Attributes:
         directory: where the model is now.
-        problem: reason why the model is not beside the output; '' if the model is there.
+        problem: reason why the model is not in the directory beside the output; '' if the model is there.
     """
 
     directory: Path
@@ -52,20 +54,21 @@ class Saved:
 
 
 class Output:
-    """The directory that --output names: missing, or empty.
+    """The directory that --output names. It must be missing or empty.
 
     Args:
         directory: the output.
-        apart: directories, by the option that names them. The output must be different from these directories, and
-            neither may be inside the other.
+        apart: other directories, by the option that names them. The output must not be one of these directories, must
+            not be inside one of them, and must not contain one of them.
 
     Raises:
-        ConfigError: the result cannot be written to the output. No files are left.
+        ConfigError: the result cannot be written to the output directory. The check leaves no files.
     """
 
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
         self._named = f"--output {printable(directory)}"
-        if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # bytes that are not UTF-8
+        # the path has bytes that are not UTF-8
+        if any("\ud800" <= character <= "\udfff" for character in str(directory)):
             raise ConfigError(
                 f"{self._named}: the name is not UTF-8, but the names of a model's files must be; choose another name"
             )
@@ -78,15 +81,15 @@ class Output:
                     require_disjoint(self._named, self._target, option, other)
             self.disk.mkdir(parents=True, exist_ok=True)
             self._make_aside(self.disk).rmdir()
-        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        except (OSError, RuntimeError) as error:  # RuntimeError is raised for symbolic links that form a circle
             why = getattr(error, "strerror", None) or raised(error)
             raise ConfigError(f"{self._named}: cannot write to {printable(directory.parent)}: {why}") from error
 
     @property
     def disk(self) -> Path:
-        """The directory to which the result is first written: the parent of the output.
+        """The directory in which the result is first written, which is the parent of the output directory.
 
-        If the parent is not writable or is on another disk, the result is written directly to the output.
+        If the parent is not writable or is on another disk, this is the output directory itself.
         """
         above = self._target.parent
         if not self._target.is_dir():
@@ -116,8 +119,8 @@ class Output:
         If writing fails, write the model to one of the directories in `elsewhere`.
 
         Args:
-            write: function that makes the directory at a given path, and writes the model to this directory.
-            elsewhere: directories on other disks, which are tried in order.
+            write: function that creates the directory at a given path and writes the model into this directory.
+            elsewhere: directories on other disks, in the order in which they are tried.
 
         Raises:
             SwapIOError: the model cannot be read from the store.
@@ -132,7 +135,7 @@ class Output:
                 return Saved(made / "model", problem)
             except BaseException as error:
                 if made is not None:
-                    shutil.rmtree(made, ignore_errors=True)  # this call has made the directory
+                    shutil.rmtree(made, ignore_errors=True)  # this call has created the directory
                 if isinstance(error, SwapIOError) or not isinstance(error, OSError | InfinityError):
                     raise
                 problem = problem or str(error)
@@ -146,7 +149,7 @@ class Output:
             write: function that writes the other files to the model's directory.
 
         Raises:
-            InfinityError: the result is not in the output; the error says where the model is.
+            InfinityError: the output is not complete. The error says where the model is.
         """
         problem = saved.problem
         try:
@@ -181,13 +184,13 @@ def require_disjoint(what: str, directory: Path, option: str, other: Path) -> No
     """Check that two directories are not the same, and that neither is inside the other.
 
     Args:
-        what: name of the first directory, for the message.
+        what: name of the first directory, for the error message.
         directory: the first directory.
-        option: option that names the second directory, for the message.
+        option: option that names the second directory, for the error message.
         other: the second directory.
 
     Raises:
-        ConfigError: they are not apart.
+        ConfigError: the directories are the same, or one is inside the other.
     """
     mine, others = directory.resolve(), other.expanduser().resolve()
     if mine == others:

@@ -1,7 +1,7 @@
-"""Directories beside an output that belong to one run.
+"""Marks that say which run a directory beside an output belongs to.
 
-A file in each of these directories, the mark, names the run. Files in a directory without this run's mark are never
-replaced or removed.
+The mark is a file in the directory that names the run. A run never replaces or removes files in a directory without its
+own mark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES_MAX = 64 << 10
 
 
 class _Mark(Record):
-    """The mark.
+    """The content of a mark.
 
     Attributes:
         run: id of the run that the directory belongs to.
@@ -37,13 +37,13 @@ class _Mark(Record):
 
 @dataclass(frozen=True)
 class Owner:
-    """A run that owns directories.
+    """A run as the owner of directories.
 
     Attributes:
-        run: job.Origin.run.
+        run: id of the run (job.Origin.run).
         swap: the first of the run's nvme.paths; '-' if the run has none.
-        begins_anew: whether the user asked to resume the run, but the run begins at step 0 because no generation was
-            durable yet. Such a run also owns the directories that an earlier run with the same `swap` has left.
+        begins_anew: whether the user asked to resume a run, but no generation was durable yet, so that the run begins
+            at step 0. Such a run also owns the directories of an earlier run with the same `swap`.
     """
 
     run: str
@@ -60,8 +60,8 @@ class Owner:
 
         Args:
             directory: the directory.
-            what: description of the directory's content, for the message.
-            instead: option that chooses another directory, for the message.
+            what: description of the directory's content, for the error message.
+            instead: option that chooses another directory, for the error message.
 
         Raises:
             ConfigError: the directory is not empty, and not owned by this run.
@@ -77,10 +77,10 @@ class Owner:
             )
 
     def make(self, directory: Path) -> None:
-        """Make the directory, and write this run's mark into it.
+        """Create the directory, and write this run's mark into it.
 
         Raises:
-            OSError, InfinityError: the directory cannot be made, or the mark cannot be written.
+            OSError, InfinityError: the directory cannot be created, or the mark cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         found = _mark_in(directory)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Return the indices of the examples of each sequence.
 
-    The examples are placed from the longest to the shortest. Each is placed into the fullest sequence that still has
-    room for it (best fit decreasing, as in TRL). The result depends only on the lengths.
+    The examples are placed from the longest to the shortest. Each example is placed into the fullest sequence that
+    still has room for the example (best fit decreasing, as in TRL). The result depends only on the lengths.
 
     Args:
         lengths: tokens of each example, at most `room`.

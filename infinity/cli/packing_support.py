@@ -16,9 +16,9 @@ _SHARE_MAX = 0.1
 def require_separates(model: Any) -> None:
     """Check that the second of two examples in one sequence does not depend on the first. All ranks call this.
 
-    The logits of the two examples in one sequence are compared with their logits in separate sequences. For scale, the
-    logits are also computed for the two examples joined without any separation; the tolerance is a share of that
-    difference.
+    The logits of the two examples in one sequence are compared with the logits of the same examples in separate
+    sequences. The tolerance is a fraction of the difference that occurs without any separation. To measure this
+    difference, the logits are also computed for the two examples joined into one.
 
     Raises:
         ModelError: the model does not separate the examples.

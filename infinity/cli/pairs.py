@@ -17,7 +17,7 @@ from infinity.cli.records import Pair
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs that a model is trained on at once.
+    """The pairs of one forward and backward pass.
 
     Attributes:
         rows: rows for the collators of TRL's trainers.
@@ -26,13 +26,13 @@ class Pairs:
     rows: list[dict[str, Any]]
 
     def inputs_of(self, model: Any) -> dict[str, Any]:
-        """Return the arguments for a call of the model with the better answer of the first pair."""
+        """Return the arguments for a call of the model with the better answer of the first of the pairs."""
         first = self.rows[0]
         return Batch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
 
 
 class PairedData(PackedData):
-    """Pairs of answers. A sequence is a pair, and consists of two documents, each with the prompt and an answer."""
+    """Pairs of answers. Each sequence is one pair: two documents, each of which has the prompt and an answer."""
 
     def _add(self, document: Document) -> None:
         assert isinstance(document, Pair)

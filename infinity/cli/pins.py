@@ -1,4 +1,4 @@
-"""`infinity checkpoint unpin`, and the parts of `list` and `remove` that are about pins."""
+"""`infinity checkpoint unpin`, and what `list` and `remove` do about pins."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
 
     Args:
         paths: the directories of the store.
-        folders: folders to unpin, existing or not.
-        all_gone: whether to unpin all folders that no longer exist.
+        folders: checkpoint folders to unpin. They need not exist.
+        all_gone: whether to unpin all checkpoint folders that no longer exist.
 
     Raises:
-        ConfigError: no folder is given, a folder pins nothing, or the directory belongs to one of several ranks.
+        ConfigError: no folder is given, a folder pins no generation, or the directory belongs to one of several ranks.
         StoreLockedError: a run is using the store.
     """
     if not folders and not all_gone:
@@ -75,15 +75,17 @@ def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
 
 
 def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Path, str]]:
-    """Yield the generations in a directory: first the kept generations, then the generations that are only pinned.
+    """Yield the generations in a directory.
+
+    The generations that the run keeps come first, and the others, which are only pinned, come last.
 
     Args:
         pins: the pins of the store.
         path: directory of the store.
 
     Yields:
-        The step, the path of the manifest, and text that names the folders that pin it. The newest comes first, in each
-            of the two parts.
+        The step, the path of the manifest, and text that names the checkpoint folders that pin the generation. In each
+        of the two parts, the newest generation comes first.
     """
     known = set[str]()
     for number, manifest in generations_in(path).items():
@@ -102,7 +104,10 @@ def _said_of(pins: Sequence[Pin], digest: str) -> str:
 
 
 def _digest_in(manifest: Path) -> str:
-    """Return the digest of a manifest's generation; for a damaged manifest "", a digest that no pin has."""
+    """Return the digest of a manifest's generation.
+
+    For a damaged manifest return "", which is not the digest of any pin.
+    """
     try:
         return digest_of(manifest_bytes(manifest))
     except ManifestError:
@@ -110,20 +115,20 @@ def _digest_in(manifest: Path) -> str:
 
 
 def let_go(path: Path, *, pinned: bool) -> None:
-    """Prepare the removal of a store, so that after the removal no checkpoint folder looks resumable.
+    """Prepare the removal of a store: mark its checkpoint folders, so that no run tries to resume from them.
 
     Args:
         path: a directory of the store, which is locked.
-        pinned: whether to remove the store although existing folders need it.
+        pinned: whether to remove the store even if existing checkpoint folders need it.
 
     Raises:
-        ResumeError: existing folders need the store (the error names the folders), or the pins cannot be read.
+        ResumeError: existing checkpoint folders need the store (the error names them), or the pins cannot be read.
     """
     try:
         pins = read_pins(path)
     except ManifestError:
         if pinned:
-            return  # the folders that the damaged file named are not known
+            return  # the file with the pins is damaged, so the folders that it named are unknown
         raise
     there = [pin for pin in pins if not is_gone(pin)]
     if there and not pinned:

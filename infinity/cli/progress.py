@@ -1,4 +1,4 @@
-"""The progress of a run: a live line in a terminal, plain lines elsewhere."""
+"""Output of a run's progress: a line that is updated in a terminal, or plain lines in other places."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One optimizer step.
+    """Figures of one optimizer step.
 
     Attributes:
         grad_norm: norm of the gradients before clipping; nan for a skipped step.
@@ -46,13 +46,15 @@ class StepFacts:
 
 
 class PlainProgress:
-    """Progress in plain lines: a line at the first step, a line at the last step, and further lines in between.
+    """Output of progress in plain lines.
+
+    There is a line for the first step, a line for the last step, and further lines in between.
 
     Args:
         total: number of steps of the run.
         stream: stream that the lines are printed to.
-        every: steps between lines; None: `every_s` determines when lines are printed.
-        every_s: seconds between lines, at least.
+        every: steps between lines. None means that `every_s` determines when lines are printed.
+        every_s: minimum number of seconds between lines.
     """
 
     def __init__(self, total: int, stream: TextIO, every: int | None = None, every_s: float = 10.0) -> None:
@@ -90,19 +92,19 @@ class PlainProgress:
         while self._lines and not self._writing:
             self._writing = True
             try:
-                if self._lines:  # a signal handler may have written the lines since the check
+                if self._lines:  # since the check, a signal handler may have written the waiting lines
                     print(self._lines.pop(0), file=self._stream, flush=True)
             finally:
                 self._writing = False
 
 
 class RichProgress:
-    """Progress in one live line with a bar.
+    """Output of progress in one line with a bar, which is updated in the terminal.
 
     Args:
         total: number of steps of the run.
         console: console that shows the line.
-        every: steps between permanent lines; None: no permanent lines.
+        every: steps between lines that remain in the terminal. None means that there are no such lines.
     """
 
     def __init__(self, total: int, console: Console, every: int | None = None) -> None:
@@ -135,14 +137,14 @@ class RichProgress:
 
 
 def open_progress(total: int, every: int | None) -> PlainProgress | RichProgress:
-    """Return a live line if stdout is a terminal, else plain lines.
+    """Return a RichProgress if stdout is a terminal, and otherwise a PlainProgress.
 
-    FORCE_COLOR and similar variables, which rich obeys, have no effect here, so that a pipe never gets carriage
-    returns.
+    rich would obey FORCE_COLOR and similar variables. They have no effect here, so that carriage returns are never
+    written to a pipe.
 
     Args:
         total: number of steps of the run.
-        every: steps between permanent lines; None: the default.
+        every: steps between lines, or None for the default.
     """
     if not sys.stdout.isatty():
         return PlainProgress(total, sys.stdout, every)

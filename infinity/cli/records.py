@@ -3,15 +3,15 @@
 | TRL's format             | what is learned                                                                      |
 |---|---|
 | `text`                   | the whole text                                                                       |
-| `prompt`, `completion`   | the completion and its end. Both are strings, or lists of messages                   |
+| `prompt`, `completion` | the completion and its end. Both are strings, or both are lists of messages |
 | `messages`               | the tokens that the model's chat template marks as the assistant's, with tool calls  |
 | `chosen`, `rejected`     | --method dpo: the chosen answer is better. Without a prompt, the common beginning is |
 |                          | the prompt. --method reward: the chosen text or conversation is better               |
 
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
-and `{% endgeneration %}`. For a template without these marks, transformers returns an empty mask and logs one line, so
-that nothing would be learned. In infinity a template without these marks is an error.
+and `{% endgeneration %}`. If a template lacks these marks, transformers returns an empty mask and logs one line, and
+the model would learn nothing. Therefore infinity refuses a template without these marks.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from infinity.errors import ConfigError
 from infinity.quoting import quoted, raised
 
 LossOn = Literal["answers", "all"]
-"""The tokens that are learned in rows with prompts or messages: only answers, or all tokens."""
+"""Which tokens contribute to the loss, in rows with prompts or messages: only the answers, or all tokens."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A document in which only some tokens are learned.
+    """A document in which only some tokens contribute to the loss.
 
     Attributes:
         ids: tokens, including those that begin and end the document.
-        learned: whether each token is learned.
-        where: file and row.
+        learned: for each token, whether it contributes to the loss.
+        where: file and row of the document.
         is_chat: whether the chat template made the tokens.
-        declined: whether the messages ask that no answer is learned.
+        declined: whether fields of the messages ask that the model learns none of the answers.
     """
 
     ids: list[int]
@@ -54,7 +54,10 @@ class Example:
 
 
 class Pair(NamedTuple):
-    """Two answers; the first is the better answer. In both answers the learned tokens begin at the same position."""
+    """Two answers.
+
+    The first is the better answer. In both, the tokens that contribute to the loss begin at the same position.
+    """
 
     chosen: Example
     rejected: Example
@@ -67,11 +70,11 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
         row: the row.
         where: place of the row, for messages.
         tokenizer: tokenizer of the model.
-        loss_on: tokens that are learned.
+        loss_on: tokens that contribute to the loss.
 
     Raises:
-        ConfigError: the row has a preferred and a rejected answer; or the tokenizer's chat template refuses the row,
-            leaves out a part of the row, or does not mark the assistant's tokens.
+        ConfigError: the row has a preferred and a rejected answer; the tokenizer's chat template refuses the row or
+            leaves out a part of it; or the template does not mark the assistant's tokens.
     """
     trl = row.trl
     if "chosen" in trl:
@@ -96,7 +99,7 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
         method: "dpo" or "reward".
 
     Raises:
-        ConfigError: the row does not have two answers that can be learned, or the chat template refuses them.
+        ConfigError: the row does not have two answers that can be learned, or the chat template refuses an answer.
     """
     trl = dict(row.trl)
     if "chosen" not in trl:
@@ -130,7 +133,7 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
 
 
 def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> None:
-    """Check that an answer can be learned.
+    """Check that a model can learn an answer.
 
     Raises:
         ConfigError: the answer is empty, does not end with a message of the assistant, or has a field that is not
@@ -182,17 +185,20 @@ def _continued(prompt: str, completion: str, where: str, tokenizer: Any, loss_on
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, with the tokens that the tokenizer puts before a text, and with at most one end
-    token."""
+    """Return the tokens of a text.
+
+    They begin with the tokens that the tokenizer puts before a text, and end with at most one end token.
+    """
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     return ids[:-1] if end is not None and ids[-2:] == [end, end] else ids
 
 
 def _behind(asked: list[int], ids: list[int], loss_on: LossOn) -> list[bool]:
-    """Return which tokens of `ids` come after the common beginning of `asked` (the prompt) and `ids`.
+    """Return for each token of `ids` whether it comes after the common beginning of `ids` and the prompt `asked`.
 
-    The beginning may be shorter than the prompt, because a token may span the end of the prompt.
+    The common beginning may be shorter than the prompt, because a token of `ids` may contain the end of the prompt and
+    the beginning of the answer.
     """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False))
     common = sum(1 for _ in same)
@@ -232,16 +238,17 @@ def _chat(trl: dict[str, Any], where: str, template: _Template, loss_on: LossOn)
 def _without_some_answers(
     learned: list[bool], answers: Sequence[bool | None], where: str, *, marked: bool
 ) -> list[bool]:
-    """Return `learned` without the tokens of the assistant's messages that should not be learned.
+    """Return `learned`, with False for the tokens of the assistant's messages that the model should not learn.
 
     Args:
         learned: whether each token belongs to the assistant.
-        answers: whether each message of the assistant should be learned; None if the row does not say whether.
+        answers: for each message of the assistant, whether the model should learn the message; None if the row does not
+            say this.
         where: place of the row, for messages.
         marked: whether the chat template has marked the assistant's tokens.
 
     Raises:
-        ConfigError: the tokens cannot be assigned to messages.
+        ConfigError: it is unknown which tokens belong to which message.
     """
     begun = itertools.accumulate(here > before for here, before in zip(learned, [False, *learned], strict=False))
     numbers = list(begun)
@@ -258,9 +265,9 @@ class _Template:
     Attributes:
         tokenizer: tokenizer of the model.
         text: source of the template.
-        told: arguments of the template in addition to the messages: tools, and the template's own variables.
+        told: arguments of the template other than the messages: tools, and variables that this template has.
         where: place of the row, for messages.
-        unread: list that receives the names of the message fields that the template leaves out.
+        unread: list to which the names of message fields are added that the template leaves out.
     """
 
     tokenizer: Any
@@ -291,7 +298,7 @@ class _Template:
         """Return the template's name of a role.
 
         Raises:
-            ConfigError: the template does not know the role, so the role's messages would be learned as messages of
+            ConfigError: the template does not know the role. The model would learn messages of this role as messages of
                 another role.
         """
         meant = ROLES.get(role.lower(), role)
@@ -329,14 +336,14 @@ class _Template:
                 add_generation_prompt=add_generation_prompt,
                 **self.told,
             )
-        except Exception as error:  # a template is a program that comes with the model
+        except Exception as error:  # a template is a program that comes with the model, and may raise anything
             raise ConfigError(f"{self.where}: the model's chat template refuses it: {raised(error)}") from error
 
     def whole(self, messages: Messages, *, marked: bool) -> tuple[Any, Messages]:
-        """Return the template's result for the first form of the messages that is written completely, and this form.
+        """Return the template's result for the first form of messages that it writes completely, and this form.
 
         Raises:
-            ConfigError: the template refuses all forms, or leaves out a part of each form.
+            ConfigError: the template refuses each form of the messages, or leaves out a part of it.
         """
         refused: ConfigError | None = None
         for form in _forms(messages):
@@ -355,7 +362,7 @@ class _Template:
         """Check that the template writes the tool calls of each message.
 
         Raises:
-            ConfigError: the result is the same without the tool calls of a message.
+            ConfigError: the template's result does not depend on the tool calls of some message.
         """
         for index, message in enumerate(form):
             if not message.get("tool_calls"):
@@ -367,7 +374,7 @@ class _Template:
                 )
 
     def _note_thoughts(self, form: Messages, ids: list[int]) -> None:
-        """Add to `unread` the fields for thoughts that the template leaves out.
+        """Add to `unread` the fields with thoughts (such as reasoning_content) that the template leaves out.
 
         Many templates write only the thoughts of the last message.
         """
@@ -377,7 +384,7 @@ class _Template:
                 self.unread.append(f"{name} of messages, which the chat template leaves out")
 
     def _is_without(self, ids: list[int], bare: Messages) -> bool:
-        """Return whether the template makes the same tokens from messages without one of their fields."""
+        """Return whether the template makes the same tokens if one field is removed from the messages."""
         try:
             return list(self.rendered(bare)["input_ids"]) == list(ids)
         except ConfigError:
@@ -401,9 +408,10 @@ def _bare(message: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """Yield forms of messages that templates accept.
+    """Yield the messages in several forms, because templates differ in the forms that they accept.
 
-    The forms are: unchanged; with an empty content beside tool calls; with lists as contents.
+    The first form is the unchanged messages. In the second, messages with tool calls have an empty content. In the
+    third, contents are lists.
     """
     yield messages
     messages = [{"content": ""} | each for each in messages]

@@ -1,6 +1,6 @@
-"""The reference model of --method dpo for a run that trains all parameters.
+"""The reference model of --method dpo, for a run that trains all parameters.
 
-The reference is the model before the training, and is offloaded without optimizer states.
+The reference model is the model before the training. It is offloaded without optimizer states.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _READ_NUMEL = 1 << 20
 
 
 class Reference:
-    """A reference model. Generations keep its digest, because a run can only be resumed with the same reference.
+    """A reference model.
+
+    Each generation contains its digest, so that a run is only resumed with the same reference model.
 
     Attributes:
-        model: the model, which offload_beside offloads.
+        model: the reference model. offload_beside offloads it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,10 +40,10 @@ class Reference:
         return {"digest": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the state belongs to the same reference.
+        """Check that the state belongs to the same reference model.
 
         Raises:
-            ConfigError: the state belongs to another reference.
+            ConfigError: the state belongs to another reference model.
         """
         if state != self.state_dict():
             raise ConfigError(
@@ -52,15 +54,16 @@ class Reference:
     def offload_beside(
         self, trained: nn.Module, config: SwapConfig, begin: Callable[..., Any], made: dict[str, Any]
     ) -> None:
-        """Offload the trained model and the reference, as `infinity run` does.
+        """Offload the trained model and the reference model.
 
-        The two models share the memory, and the reference has its own directories.
+        The two models share memory.host and memory.device as under `infinity run`. The reference model has swap
+        directories of its own.
 
         Args:
             trained: the trained model.
             config: swap config of the run.
-            begin: function that offloads the trained model: infinity.offload, or a function that resumes a run.
-            made: wishes of the optimizer, for Run.wish.
+            begin: function that offloads the trained model, which is infinity.offload or a function that resumes a run.
+            made: facts about the optimizer, as arguments of Run.wish.
         """
         run = Run(config)
         run.wish(begin=begin, **made)
@@ -76,7 +79,7 @@ class Reference:
             raise
 
     def close(self) -> None:
-        """Close the reference and remove its store. All ranks call this."""
+        """Close the reference model and remove its store. All ranks call this."""
         places = registry.coordinator_of(self.model).directories
         close(self.model, discard=True)
         remove_empty(each.parent if is_rank_path(each) else each for each in places)
@@ -85,8 +88,7 @@ class Reference:
 def _digest_of(model: nn.Module) -> str:
     """Return the digest of the small parameters and of the smallest matrix.
 
-    These parameters suffice, because a training changes them, and reading all parameters of a large model would take
-    long.
+    These parameters suffice, because a training changes them. Reading all parameters of a large model would take long.
     """
     named = sorted(model.named_parameters(), key=lambda each: (each[1].ndim < 2, each[1].numel()))
     matrix = next((name for name, value in named if value.ndim > 1), "")

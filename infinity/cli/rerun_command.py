@@ -1,4 +1,4 @@
-"""The files in an output directory with which the run can be repeated, and the command that does so.
+"""The files in an output directory with which a user can repeat the run, and the command that repeats it.
 
 The files are the options and the swap config.
 """
@@ -21,7 +21,7 @@ OPTIONS_NAME = "run.yaml"
 CONFIG_NAME = "swap.yaml"
 _FILE_BYTES_MAX = 1 << 20
 _NOT_AGAIN = ("output",)
-"""Options that are not written, because each run has its own value."""
+"""Options that are not written to the files, because each run has its own value."""
 
 
 def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: Origin, directory: Path) -> None:
@@ -37,17 +37,17 @@ def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: Or
         if value is not None and value is not False and name not in _NOT_AGAIN
     }
     for name, content in ((OPTIONS_NAME, values), (CONFIG_NAME, config.model_dump(mode="json"))):
-        # JSON is YAML, and its quotes make clear which values are strings.
+        # JSON is also YAML, and quotes in JSON make clear which values are strings.
         lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in content.items())
         (directory / name).write_text("".join(lines), encoding="utf-8")
 
 
 def rerun_command(options: FinetuneOptions, *, extended: bool) -> str:
-    """Return the command that repeats the run. The command works once the output is complete.
+    """Return the command that repeats the run. The command works when the output is complete.
 
     Args:
         options: options of the run.
-        extended: whether the run's number of steps has changed since its beginning; the text then mentions the change.
+        extended: whether the run's number of steps has changed since its beginning. If it has, the text says so.
     """
     options_file, config_file = options.output / OPTIONS_NAME, options.output / CONFIG_NAME
     line = command("finetune", "--options", options_file, "--config", config_file, "--output", "DIRECTORY")
@@ -63,14 +63,14 @@ def form_of(directory: Path) -> tuple[str, Path] | None:
         directory: the output.
 
     Returns:
-        None if no file names a form: the output is from another program or an older version, or the run kept the
-            weights in the form of the checkpoint.
+        None if no file names a form. This is the case if another program or an older version wrote the output, or if
+        the run kept the weights in the form of the checkpoint.
     """
     for file in (directory / OPTIONS_NAME, directory / CONFIG_NAME):
         try:
             values: Any = parse_yaml(read_regular(file, _FILE_BYTES_MAX).decode())
         except (OSError, ValueError):
-            continue  # the form is only a hint, so errors are ignored
+            continue  # the form is only a default, so errors are ignored
         form = values.get("frozen") if isinstance(values, dict) else None
         if form in FROZEN_NAMES:
             return str(form), file

@@ -24,7 +24,7 @@ _NEEDS_NO_TRACEBACK = (ConfigError, ResumeError, StoreLockedError, StoreNotEmpty
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script in this process, as `python SCRIPT ARGS` would. The script's exceptions are passed on.
+    """Run the script in this process, like `python SCRIPT ARGS`. Exceptions of the script are raised.
 
     Returns:
         The exit code. 2: the swap config, its directories, the script or the checkpoint folder cannot be used, or the
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _speaking(level: int, line: str) -> Iterator[None]:
-    """Print infinity's log records to stderr in the block.
+    """Print infinity's log records to stderr until the end of the `with` block.
 
     The handler is added to infinity's own logger, because the root logger belongs to the script.
 
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
         if options.config.suffix == ".py":
             raise ConfigError(f"{options.config} is a script: give the swap config first, infinity run CONFIG SCRIPT")
         config = load_config(options.config)
-        if options.resume is not None and not several:  # several ranks are not connected yet
+        if options.resume is not None and not several:  # if there are several ranks, they are not connected yet
             generation_of(options.resume, config)
         if not options.script.is_file():
             raise ConfigError(f"the script {options.script} does not exist: infinity run CONFIG SCRIPT [ARGS...]")
@@ -99,8 +99,8 @@ def _refuse(error: InfinityError, who: str) -> int:
 def _say_it_last(error: BaseException, who: str) -> None:
     """Install an exception hook.
 
-    If an error of infinity caused the exception, the hook prints infinity's message after the traceback. The message of
-    infinity's error names the fix.
+    If an error of infinity caused the exception, the hook prints the message of infinity's error after the traceback.
+    This message says what the user can do.
     """
     cause = cause_of(error)
     if cause is None:

@@ -1,4 +1,4 @@
-"""Reading of the data for training and evaluation, which --data and the options about evaluation name."""
+"""Reading of the data for training (--data) and for evaluation (--eval-data or --eval-split)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Data:
     """The data of a run.
 
     Attributes:
-        trained: sequences to train on.
+        trained: sequences for training.
         held_out: sequences for evaluation; None if there is no evaluation.
         summary: text about the data that was read.
         notes: lines about data that was left out, and why.
-        has_examples: whether some tokens are not learned, or there is padding.
-        shares_sequences: whether some sequence has more than one example.
-        has_chats: whether some example is a conversation.
-        tokens_each: number of tokens of a sequence; of a pair, the mean.
+        has_examples: whether there are tokens that do not contribute to the loss, or padding.
+        shares_sequences: whether any sequence has more than one example.
+        has_chats: whether any example is a conversation.
+        tokens_each: number of tokens of a sequence. For pairs, the mean number of tokens of a pair.
         largest_token: the largest token in the data.
     """
 
@@ -53,7 +53,7 @@ def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) 
         options: options of the run.
         tokenizer: tokenizer of the model.
         disk: directory on the disk for the tokens.
-        held: closes the files.
+        held: exit stack that closes the files.
 
     Raises:
         ConfigError: the data cannot be used (see PackedData), or `disk` cannot be written.

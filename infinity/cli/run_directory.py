@@ -1,5 +1,8 @@
-"""OUTPUT-steps, the directory beside an output with the models of --save-every and --save-best, in the form of TRL's
-trainer, and with the files of trackers. A run is resumed from its store, not from these models."""
+"""The directory OUTPUT-steps beside an output.
+
+It contains the models of --save-every and --save-best, as TRL's trainer writes them, and the files of trackers. A run
+is resumed from its store, not from these models.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def check(options: FinetuneOptions) -> None:
     """Check the options about saving and trackers.
 
     Raises:
-        ConfigError: an option does nothing without another option, or needs a library that is not installed.
+        ConfigError: an option has no effect without another option, or needs a library that is not installed.
     """
     if options.save_best and options.eval_steps is None:
         raise ConfigError("--save-best needs --eval-steps: without it only the last step is evaluated")
@@ -47,10 +50,10 @@ def _is_needed(options: FinetuneOptions) -> bool:
 
 
 def prepare(options: FinetuneOptions, owner: Owner) -> None:
-    """Check that the directory can be made, or already belongs to this run.
+    """Check that the directory can be created, or already belongs to this run.
 
     Raises:
-        ConfigError: the directory cannot be made, or does not belong to this run.
+        ConfigError: the directory cannot be created, or belongs to another run.
     """
     if not _is_needed(options):
         return
@@ -66,7 +69,7 @@ def prepare(options: FinetuneOptions, owner: Owner) -> None:
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Return the folder of the model of a step."""
+    """Return the path of the folder for the model that was saved after a step."""
     return directory / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
@@ -79,7 +82,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _folders_in(directory: Path) -> dict[int, Path]:
-    """Return the folders of models by step, complete or not."""
+    """Return all folders of models, complete and incomplete, by step."""
     found = {}
     for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         number = re.fullmatch(r"[1-9][0-9]*", path.name.rpartition("-")[2])
@@ -89,12 +92,12 @@ def _folders_in(directory: Path) -> dict[int, Path]:
 
 
 def models_in(directory: Path) -> dict[int, Path]:
-    """Return the folders of complete models by step."""
+    """Return the folders of complete models, by step."""
     return {step: folder for step, folder in _folders_in(directory).items() if is_whole(folder)}
 
 
 def tidy(options: FinetuneOptions, done: int) -> None:
-    """Remove incomplete models, which an interruption left, and models of steps that the run repeats.
+    """Remove incomplete models, which an interrupted run has left, and models of steps that this run will repeat.
 
     Args:
         options: options of the run.
@@ -114,8 +117,10 @@ def tidy(options: FinetuneOptions, done: int) -> None:
 
 
 def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
-    """Remove the models of --save-every except the newest --save-limit, models that are no longer the best, and
-    incomplete models. With --save-best, the best model in the directory is kept.
+    """Remove models that are not needed any more.
+
+    Of the models of --save-every, the newest are kept; their number is --save-limit. With --save-best, the best model
+    is kept, too. Incomplete models are removed.
 
     Raises:
         OSError: a model cannot be removed.
@@ -134,18 +139,19 @@ def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
 
 
 def _is_of_every(step: int, folder: Path, options: FinetuneOptions) -> bool:
-    """Return whether --save-every saved a model. Otherwise the model was saved because it was the best."""
+    """Return whether a model was saved because of --save-every. If not, the model was saved because it was the best."""
     if options.save_every is not None and step % options.save_every == 0:
         return True
     try:
         every: int = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["save_steps"]
-        return step % every == 0  # the interval may have changed at a resume
+        return step % every == 0  # the interval may have changed when the run was resumed
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
         return True
 
 
 def _remove(folder: Path) -> None:
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # first, so that a folder left by a kill is incomplete
+    # this file is removed first, so that after a kill the folder is incomplete
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
@@ -161,7 +167,8 @@ def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: in
     Raises:
         ConfigError: the disk has too little room.
     """
-    most = 2 * bool(options.save_best)  # a better model is complete before the older model is removed
+    # when a better model is saved, both models exist until the older model is removed
+    most = 2 * bool(options.save_best)
     if options.save_every is not None:
         more = (last - 1) // options.save_every - max(done - 1, 0) // options.save_every
         if options.save_limit is not None:
@@ -180,16 +187,16 @@ def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: in
 
 
 def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path:
-    """Return the directory, made if necessary.
+    """Return the directory. Create it if it does not exist.
 
     Args:
         options: options of the run.
-        owner: owner of the directory, whose `make` makes the directory; None on all ranks except the first.
-        held: exit stack. If the options need no directory, the result is a temporary directory, which this stack
+        owner: owner of the directory, which creates the directory; None on all ranks except the first.
+        held: exit stack. If the options need no directory, the result is a temporary directory, which the exit stack
             removes.
 
     Raises:
-        OSError, InfinityError: the directory cannot be made.
+        OSError, InfinityError: the directory cannot be created.
     """
     if not _is_needed(options):
         return Path(held.enter_context(tempfile.TemporaryDirectory()))
@@ -200,12 +207,12 @@ def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path
 
 
 def said(options: FinetuneOptions, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
-    """Return lines that name the saved models of steps. The output must be complete before this call.
+    """Return lines that name the models in the directory. The output must be complete before this call.
 
     Args:
         options: options of the run.
         evaluations: all evaluations of the run.
-        failed: lines about models that could not be saved, which come first.
+        failed: lines about models that could not be saved. The result begins with these lines.
     """
     directory, lines = directory_of(options.output), list(failed)
     there = models_in(directory)

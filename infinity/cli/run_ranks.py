@@ -20,8 +20,10 @@ from infinity.sharded.rank_agreement import Tell
 from infinity.sharded.stores import ranks_text
 
 _WAIT_S = 24 * 3600.0
-"""Seconds that ranks wait for another rank, which is alive and reads the text or writes the result. If a rank has died,
-the other ranks notice earlier."""
+"""Seconds for which ranks wait for a rank that is still running.
+
+For example, rank 0 may read the text or write the result. The death of a rank is noticed earlier.
+"""
 
 _LEADING = "the next action of rank 0"
 
@@ -40,7 +42,7 @@ class RunRank:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process writes the output, the report and the terminal's lines for all ranks."""
+        """Whether this process writes the output and the report, and prints to the terminal, for all ranks."""
         return self.rank == 0
 
     def __str__(self) -> str:
@@ -53,12 +55,12 @@ ALONE = RunRank()
 def gather_values(model: nn.Module, what: str, value: Any) -> list[Any]:
     """Send a value to all ranks, and return the values of all ranks in their order.
 
-    All ranks call this, outside of forward and backward.
+    All ranks must call this, and not during a forward or backward.
 
     Args:
         model: the offloaded model.
-        what: name of the value, the same on all ranks.
-        value: value that JSON can represent.
+        what: name of the value. The name must be the same on all ranks.
+        value: the value, which JSON must be able to represent.
 
     Raises:
         PeerError: another rank failed.
@@ -67,13 +69,13 @@ def gather_values(model: nn.Module, what: str, value: Any) -> list[Any]:
 
 
 def lead(model: nn.Module, act: str, *arguments: str) -> None:
-    """Tell the other ranks which collective operation comes next.
+    """On rank 0, tell the other ranks which collective operation comes next.
 
-    The other ranks run `follow`. Rank 0 calls this before the operation.
+    Rank 0 calls this before the operation. The other ranks are in `follow`.
 
     Args:
         model: the offloaded model.
-        act: key of the operation in `follow`, or "end".
+        act: name of the operation, which is a key of `acts` in `follow`; or "end".
         arguments: arguments of the operation.
 
     Raises:
@@ -87,7 +89,7 @@ def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
 
     Args:
         model: the offloaded model.
-        acts: functions by the names of the operations.
+        acts: function of each operation, by the name of the operation.
 
     Raises:
         PeerError: another rank failed.
@@ -100,9 +102,11 @@ def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
 
 
 def meeting() -> AbstractContextManager[Tell]:
-    """Return a context in which all ranks can exchange values, before a model is offloaded. All ranks call this.
+    """Return a context manager.
 
-    An error of one rank ends the context on all ranks.
+    All ranks can exchange values in its block, before a model is offloaded. All ranks call this.
+
+    An error of one rank ends the block on all ranks.
 
     Raises:
         PeerError: another rank failed.
@@ -112,9 +116,9 @@ def meeting() -> AbstractContextManager[Tell]:
 
 @contextmanager
 def joined() -> Iterator[RunRank]:
-    """Connect the ranks if torchrun started this process, and yield the position of this process among them.
+    """If torchrun started this process, connect the ranks. Yield the position of this process among the ranks.
 
-    If this call connects the ranks, only rank 0 prints to stdout in the block.
+    If this call connects the ranks, only rank 0 can print to stdout in the block.
 
     Raises:
         ConfigError: the environment says that there are several ranks, but not which rank this process is.
@@ -122,7 +126,8 @@ def joined() -> Iterator[RunRank]:
     """
     rank, world_size = rank_and_world()
     count = os.environ.get("WORLD_SIZE", "1")
-    if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is only one process
+    # the caller of main has already made the process group, or there is only one process
+    if world_size > 1 or count == "1":
         yield RunRank(rank, world_size)
         return
     try:

@@ -1,5 +1,8 @@
-"""The report at the end of a run: the time per step by cause, the bytes that were moved, and the efficiency, which
-compares the measured time with a lower bound."""
+"""The report at the end of a run.
+
+It says how the time of a step is divided, how many bytes were moved, and how near the measured time is to a lower bound
+(the efficiency).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,13 @@ from infinity.sizes import format_bytes
 from infinity.units.speculation_choice import Counts
 
 _LAST = 10
-"""Number of steps over which the last loss is averaged, because the loss of one step varies much. The mean does not
-include the first step."""
+"""Number of steps over which the last loss is averaged, because the loss varies much between steps.
+
+The first step is not averaged.
+"""
 
 _SMOOTH = 0.9
-"""Weight of the earlier steps in the smoothed loss."""
+"""Weight of the earlier steps in the exponential mean of the loss."""
 
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
@@ -41,30 +46,32 @@ assert set(_STALLS) == set(CAUSES)
 class Report:
     """Figures of a run.
 
-    Figures per step are means over the steps of this process. The first step, which learns the order of the units, is
-    left out unless it is the only step.
+    Figures per step are means over the steps of this process. The first step learns the order of the units, and is left
+    out if there are other steps.
 
     Attributes:
         first_loss: the first finite loss; nan if there is none.
         last_loss: mean of the last `last_steps` finite losses; nan if there is none.
-        warm_up: whether the figures include the warm-up of the first step, because there was only one step.
+        warm_up: whether the figures are those of the first step, which is slower, because there was no other step.
         step_s: seconds per step.
-        stall_s: seconds of stalls per step, by cause (base/timeline.py: Cause), by the host's clock.
-        compute_s: seconds per step without stalls. With a GPU only `device_idle_s` is subtracted from the step, because
-            a GPU also computes while the host waits.
-        device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
-        adam_s: seconds per step of the update's arithmetic, whether or not compute ran at the same time.
-        bytes_per_parameter: bytes that the engine moved per step, divided by the number of all parameters, trained or
-            not. The bytes are counted.
-        planned_bytes_per_parameter: planned value of bytes_per_parameter for this placement, without weights cached
-            between passes and without undone updates.
+        stall_s: seconds of stalls per step by cause (base/timeline.py: Cause), measured with the host's clock.
+        compute_s: seconds per step without stalls. With a GPU these are the seconds of the step minus `device_idle_s`,
+            because a GPU may compute while the host waits.
+        device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, measured with the
+            GPU's clock.
+        adam_s: seconds per step of the update's arithmetic. Forward and backward may have run at the same time.
+        bytes_per_parameter: bytes that the I/O engine moved per step, divided by the number of all parameters,
+            including frozen parameters. The bytes are counted.
+        planned_bytes_per_parameter: the value of bytes_per_parameter that the plan predicts if no weights are cached
+            between passes and no updates are undone.
         io_bound_s: lower bound of a step by I/O: seconds per step in which the I/O engine was busy.
         compute_bound_s: lower bound of a step by the processors (see processors_alone).
         efficiency: the larger bound / step_s.
         peak_rss_bytes: peak resident memory of the process.
-        state_bytes: bytes of the model's weights, master and moments.
+        state_bytes: bytes of all states of the model: weights, masters and moments.
         cached_bytes: part of `state_bytes` that is kept in RAM.
-        parameters, trained_parameters: number of all parameters and number of trained parameters in this rank's slices.
+        parameters, trained_parameters: number of all parameters, and number of trained parameters, in the slices of
+            this rank.
         data: summary of the training data.
         notes: parts of the data that were left out, and why.
         evaluations: losses on held-out data.
@@ -106,7 +113,8 @@ class Report:
     def _idle_row(self) -> list[tuple[str, str]]:
         """Return the row of the GPU's idle time; without a GPU the list is empty.
 
-        Idle time and compute time add up to the time of the step. The stalls in the other rows are times of the host.
+        Idle time and compute time add up to the time of the step. The stalls in the other rows are measured on the
+        host, and do not add up with them.
         """
         if self.device == "cpu":
             return []
@@ -193,9 +201,9 @@ def make_report(
 ) -> Report:
     """Make the report of the steps between two snapshots of the counters.
 
-    `facts` are the steps between the snapshots `before` and `after`. `losses` are the losses of all steps of the run.
-    `warm_up` says whether the first step of the process is one of `facts`. The other arguments are attributes of the
-    report.
+    `facts` has the figures of the steps between the snapshots `before` and `after`. `losses` has the losses of all
+    steps of the run. `warm_up` says whether the first step of the process is one of `facts`. The other arguments are
+    attributes of the report.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -246,7 +254,8 @@ def make_report(
 def without(earlier: Statistics, before: Statistics, after: Statistics) -> Statistics:
     """Return `earlier` with the counts between `before` and `after` added.
 
-    If the result is later subtracted from newer counters, the difference excludes these counts.
+    If the result is subtracted from later counters, the difference does not include what was counted between `before`
+    and `after`.
     """
     summed = ("read_bytes", "written_bytes", "weight_bytes_read", "io_busy_s", "device_idle_s", "adam_s")
     moved = {name: getattr(earlier, name) + getattr(after, name) - getattr(before, name) for name in summed}
@@ -255,11 +264,11 @@ def without(earlier: Statistics, before: Statistics, after: Statistics) -> Stati
 
 
 def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
-    """Return the seconds that a step would take if nothing waited for I/O.
+    """Return the seconds that a step would take if I/O took no time.
 
-    Without a GPU, compute and Adam use the same cores. The result is the sum of compute and Adam, but at most the time
-    of the step: compute and Adam slow each other down when they run at the same time. With a GPU, compute and Adam run
-    on different processors, and the result is the longer of the two.
+    Without a GPU, forward, backward and Adam use the same cores, and the result is the sum of their times. The sum is
+    limited to the time of the step, because each is slower while the others run. With a GPU, Adam runs on another
+    processor than forward and backward, and the result is the longer of the two times.
 
     Args:
         step_s: seconds per step.
@@ -273,7 +282,7 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
     """Write report.json, report.txt, loss.csv and loss.png, and if there were samples, samples.jsonl.
 
-    JSON has null in place of nan.
+    In JSON, nan is written as null.
 
     Args:
         report: the report.
@@ -326,7 +335,7 @@ def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Pa
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the exponential means of losses, corrected for the bias of the first steps.
+    """Return the exponential mean of the losses after each step, corrected for the bias of the first steps.
 
     Losses that are infinite or nan are ignored.
     """

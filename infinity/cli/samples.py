@@ -1,4 +1,4 @@
-"""The callback that prints the evaluations of a run, and samples of the model's text after each evaluation."""
+"""The callback that prints the held-out losses of a run, and after each evaluation samples of the model's text."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _TOKENS = 64
 
 
 def prompts_of(options: FinetuneOptions, model: Any, tokenizer: Any, *, chat: bool) -> dict[str, torch.Tensor]:
-    """Return the tokens of the prompts of --sample, by prompt.
+    """Return the tokens of each prompt of --sample, by prompt.
 
     Args:
         options: options of the run.
         model: the model.
         tokenizer: tokenizer of the model.
-        chat: whether prompts are messages of a user, in the tokenizer's chat template.
+        chat: whether to format each prompt as a user's message with the tokenizer's chat template.
 
     Raises:
-        ConfigError: a prompt and its answer have too many tokens for the model.
+        ConfigError: the model has too few positions for a prompt and an answer.
     """
     most, positions = options.sample_tokens or _TOKENS, positions_of(model.config)
     prompts = {prompt: prompt_ids(tokenizer, prompt, chat=chat) for prompt in options.sample or ()}
@@ -49,11 +49,11 @@ class Samples(TrainerCallback):  # type: ignore[misc]
 
     Args:
         prompts: result of prompts_of.
-        most: maximum number of tokens of a sample; None: the default.
+        most: maximum number of tokens of a sample, or None for the default.
         history: history to which evaluations and samples are added.
         progress: progress that shows the evaluations and samples.
-        log: function that gives texts to trackers; None: no tracker takes texts.
-        speaks: whether this process prints warnings.
+        log: function that sends texts to trackers; None if no tracker shows texts.
+        speaks: whether this process prints warnings for all ranks.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         self._speaks = speaks
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
-        step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))  # fp32: equal for any number of ranks
+        # rounded to fp32, so that the loss is equal for any number of ranks
+        step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))
         found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
         self._history.evaluations.append(found)
         self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")
@@ -90,8 +91,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
     def _written(self, model: Any, ids: torch.Tensor, tokenizer: Any) -> str:
         """Return the model's text for a prompt.
 
-        The text consists of the likeliest tokens. All ranks therefore write the same text, and no random number is
-        drawn.
+        Each token is the likeliest one, so that all ranks write the same text and no random number is drawn.
         """
         training = model.training
         model.eval()

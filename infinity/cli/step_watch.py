@@ -1,4 +1,4 @@
-"""The callback that measures, shows and commits each step of a run, and ends the run after a signal."""
+"""The callback that measures, commits and prints each step of a run, and that ends the run after a signal."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         options: options of the run.
 
     Attributes:
-        began: counters before the first step of this process. `began`, `first` and `now` exclude what was counted
-            during evaluations and saving.
+        began: counters before the first step of this process. `began`, `first` and `now` do not include evaluations and
+            saving.
         first: counters after the first step of this process.
         now: counters after the last step.
         stopped: exit code if a signal ended the run early, else 0.
@@ -72,8 +72,9 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._before = trainer.state.global_step
         self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
         self.began = self.first = self.now = statistics(self._model)
-        self._measured = time.perf_counter()  # the time of `now`
-        self._paused: tuple[Statistics, float] | None = (self.now, self._measured)  # a resumed run may evaluate first
+        self._measured = time.perf_counter()  # the time at which `now` was read
+        # a resumed run may begin with an evaluation
+        self._paused: tuple[Statistics, float] | None = (self.now, self._measured)
         self.stopped = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -81,7 +82,8 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._traced.before(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        parts = torch.stack(self._trainer.take_losses()).tolist()  # the host waits here for the device's queued work
+        # here the host waits for the work that the device has queued
+        parts = torch.stack(self._trainer.take_losses()).tolist()
         self._loss = _mean(gather_values(self._model, "the loss", parts))
         self._rate = float(self._optimizer.param_groups[0]["lr"])
         self._skipped, self._scale = self._optimizer.skipped_steps, self._scaler.get_scale()
@@ -96,10 +98,10 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._end_trace(step)
         if self.stopped:
             control.should_training_stop = True
-            control.should_evaluate = control.should_save = False  # the resumed run will evaluate and save
+            control.should_evaluate = control.should_save = False  # the run evaluates and saves when it is resumed
         if step == state.max_steps:
             control.should_log = True
-            control.should_save = False  # the model of the last step is the output
+            control.should_save = False  # the output contains the model of the last step
         if control.should_evaluate or control.should_save:
             synchronize(self._model)
             self._pause()
@@ -114,14 +116,15 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             loss=self._loss,
             learning_rate=self._rate,
             grad_norm=self._optimizer.last_grad_norm,
-            seconds=self._measured - then,  # includes the end of the earlier step's commit, like the statistics
+            # this includes the end of the commit of the step before, as the statistics do
+            seconds=self._measured - then,
             tokens=self._tokens,
             read_bytes=now.read_bytes - self.now.read_bytes,
             written_bytes=now.written_bytes - self.now.written_bytes,
         )
         self.now = now
         if step == self._before + 1:
-            self.first = now  # the first step learns the order of units
+            self.first = now  # the first step is slower, because it learns the order of the units
         self._history.facts.append(facts)
         self._unlogged.append(facts)
         finish_commit(self._model)  # the step is durable before it is shown
@@ -154,7 +157,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             )
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the steps since the last entry in a tracker. A Trainer adds its own figures to these."""
+        """Return figures of the steps since the last entry in a tracker. A Trainer adds its own figures."""
         since, self._unlogged = self._unlogged, []
         if not since:
             return {}
@@ -169,7 +172,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     def _end_trace(self, step: int) -> None:
         if self._traced.after(step, stopping=bool(self.stopped)):
             self._progress.say(f"trace of the steps until {step}: {self._traced.path} (open it in ui.perfetto.dev)")
-            self._measured = time.perf_counter()  # the time of writing the trace does not count for a step
+            self._measured = time.perf_counter()  # the time for writing the trace does not count as time of a step
 
     def _say_if_skipped(self, step: int) -> None:
         lower = self._scaler.get_scale()
@@ -179,7 +182,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             self._progress.say(f"step {step}: a gradient is not finite; {_STAY}")
 
     def _pause(self) -> None:
-        """Exclude from the measurements the time and the counts between this call and the next step."""
+        """Exclude the time between this call and the next step, and what is counted in it, from the measurements."""
         self._paused = statistics(self._model), time.perf_counter()
 
     def _go_on(self) -> None:
@@ -194,7 +197,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 def _mean(parts: Sequence[Sequence[float]]) -> float:
     """Return the loss of a step from the losses of all ranks.
 
-    The order of the additions is the same as in a single process with the batches of all ranks.
+    The losses are added in the order in which a single process with all batches would add them.
 
     Args:
         parts: losses of the micro-batches, by rank.

@@ -1,4 +1,7 @@
-"""Handling of Ctrl-C and SIGTERM: a run of `infinity finetune` ends after its step, so that it can be resumed."""
+"""Handling of Ctrl-C and SIGTERM.
+
+A run of `infinity finetune` ends after the current step, so that the run can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from types import FrameType
 from infinity.ranks.ranks import rank_and_world
 
 _REPEATED_S = 2.0
-"""Seconds after a signal in which a second signal counts as a repetition of the first. torchrun sends a signal to its
-ranks several times at once."""
+"""Seconds in which a second signal counts as a repetition of the first signal.
+
+torchrun sends a signal to its ranks several times at once.
+"""
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Stop:
     """A request to stop the run.
 
     Attributes:
-        asked: exit code after Ctrl-C or SIGTERM; 0 before. A second signal interrupts at once.
+        asked: exit code of the program after Ctrl-C or SIGTERM; 0 if no signal has arrived.
         at: time of the signal, by time.monotonic().
     """
 
@@ -31,7 +36,7 @@ class Stop:
 
 @contextmanager
 def stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[Stop]:
-    """Record the first Ctrl-C or SIGTERM in the block, and print `promise`.
+    """Record the first Ctrl-C or SIGTERM that arrives in the `with` block, and print `promise`.
 
     A second signal raises KeyboardInterrupt. With several ranks, a second signal within _REPEATED_S is ignored.
 

@@ -1,12 +1,15 @@
-"""The standard streams of both programs. Failed writes do not end the work; Ctrl-C ends the work with one line.
+"""The standard streams of `infinity` and `infinity-bench`.
+
+A failed write does not end the work. Ctrl-C ends the work with one line of text.
 
 [Note: when the reader of the output is gone]
-`infinity finetune … | head` closes the pipe while the run has days to go, and the run must not end. So the first write
-that fails is reported on stderr, and further output of that stream is discarded. The exit code is that of the run.
-`infinity checkpoint … | head` does the same without a report, because `remove` must not end half-way. If its output was
-lost for another reason than a closed pipe, such as a full disk, its exit code is 1. `infinity doctor` behaves like
-`checkpoint`. The only purpose of infinity-bench is its output, so it ends silently with exit code 141, like a program
-that SIGPIPE ends.
+In `infinity finetune … | head`, head closes the pipe, but the run may have days of work left and must not end.
+Therefore the first write that fails is reported on stderr, and further output of the stream is discarded. The exit code
+is the exit code of the run. In `infinity checkpoint … | head` the command also continues, because `remove` must not
+stop before its end, but a closed pipe is not reported. If the output cannot be written for another reason, such as a
+full disk, the exit code is 1. `infinity doctor` does the same as `checkpoint`. If the reader of infinity-bench closes
+the pipe, infinity-bench ends without a message, because its only purpose is its output. The exit code is 141, as after
+SIGPIPE.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class ReaderGoneError(Exception):
-    """The reader has closed the output of a command whose only purpose is to print."""
+    """The reader has closed the output of a command that only prints."""
 
 
 class Outlet:
@@ -34,7 +37,8 @@ class Outlet:
 
     Args:
         stream: stream that is written to.
-        go_on: whether a closed pipe is only recorded. If `go_on` is False, a closed pipe raises ReaderGoneError once.
+        go_on: whether to record a closed pipe without an error. If `go_on` is False, a closed pipe raises
+            ReaderGoneError once.
 
     Attributes:
         failure: the first failure; None if nothing has failed.
@@ -47,7 +51,7 @@ class Outlet:
         self.failure: OSError | None = None
 
     def begin_run(self) -> None:
-        """From now on, report a closed pipe in a line on stderr. Other failures are always reported."""
+        """From now on, report a closed pipe on stderr. Other failures are reported in any case."""
         self._of_a_run = True
 
     def write(self, text: str) -> int:
@@ -85,11 +89,12 @@ class Outlet:
 
 @contextmanager
 def outlets(*, go_on: bool) -> Iterator[Outlet]:
-    """Replace sys.stdout and sys.stderr by outlets in the block, and yield the outlet of stdout. Characters that the
-    encoding lacks are escaped.
+    """Replace sys.stdout and sys.stderr by Outlets in the `with` block, and yield the Outlet of stdout.
+
+    Characters that the encoding lacks are escaped.
 
     Args:
-        go_on: whether a closed pipe of stdout is only recorded (see Outlet).
+        go_on: whether to record a closed pipe of stdout without an error (see Outlet).
     """
     _open_closed_streams()
     streams = sys.stdout, sys.stderr
@@ -106,8 +111,11 @@ def outlets(*, go_on: bool) -> Iterator[Outlet]:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file that is opened, perhaps a
-    swap file, would get the stream's descriptor, and text would be printed into it."""
+    """Open /dev/null for each standard stream that is closed (`>&-`).
+
+    Otherwise the next file that is opened, perhaps a swap file, would get the stream's file descriptor, and printed
+    text would be written into this file.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -123,8 +131,8 @@ def _open_closed_streams() -> None:
 def interruptible_imports() -> Iterator[None]:
     """Let Ctrl-C end the process in the block at once, with one line.
 
-    A KeyboardInterrupt that is raised inside an import might be swallowed or reported as another error. Nothing is
-    lost, because no work has begun.
+    Inside an import, a KeyboardInterrupt might be ignored or reported as another error. No work has begun yet, so
+    nothing is lost.
     """
     mine = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT)

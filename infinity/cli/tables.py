@@ -1,4 +1,4 @@
-"""Reading of tables: parquet, CSV and arrow files, and directories that `datasets` has saved."""
+"""Reading of tables, which are parquet, CSV and arrow files, and directories that the library `datasets` has saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ConfigError, printable
 from infinity.quoting import raised
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-"""Names that `datasets` has for the formats of tables, by the file names' endings."""
+"""Names of table formats in `datasets`, by the ending of the file name."""
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -33,7 +33,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
             yield {key: value for key, value in row.items() if value is not None}
     except ConfigError:
         raise
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises errors of its own
         raise ConfigError(f"{printable(path)}: cannot be read: {raised(error)}") from error
 
 

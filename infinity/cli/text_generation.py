@@ -1,4 +1,4 @@
-"""Generation of text by a model, token by token after a prompt."""
+"""Generation of text after a prompt by a model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from infinity.quoting import raised
 
 
 class WritingError(ModelError):
-    """transformers cannot generate with this model, or with the settings in its generation_config.json."""
+    """transformers cannot generate text with this model, or with the settings in the model's generation_config.json."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
     """Settings for random sampling of tokens by their probability.
 
-    A setting that is None has the value of the model's generation_config.json, or the default of transformers.
+    If a setting is None, the value in the model's generation_config.json is used, or the default of transformers.
 
     Attributes:
         temperature: divisor of the logits, positive.
-        top_p: a token is drawn from the likeliest tokens with this total probability.
-        top_k: a token is drawn from this number of the likeliest tokens.
+        top_p: each token is drawn from the likeliest tokens, whose probabilities add up to this number.
+        top_k: each token is drawn from this number of the likeliest tokens.
         seed: seed of torch's generator.
     """
 
@@ -43,9 +43,9 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
     Args:
         tokenizer: tokenizer of the model.
         prompt: text of the prompt.
-        chat: whether the prompt is a user's message in the tokenizer's chat template. With a chat template the tokens
-            end where the assistant's answer begins.
-        system: system message before the prompt; only with `chat`.
+        chat: whether to format the prompt as a user's message with the tokenizer's chat template. If so, the tokens end
+            where the assistant's answer begins.
+        system: system message before the prompt. It is used only if `chat` is true.
 
     Raises:
         ConfigError: the template refuses the prompt, or the prompt has no tokens.
@@ -59,7 +59,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
         said.append({"role": "user", "content": prompt})
         try:
             ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # a template is a program of the model's author and may raise anything
+        except Exception as error:  # a template is a program by the model's author, and may raise anything
             raise ConfigError(f"the model's chat template refuses the prompt: {raised(error)}") from error
     if not ids:
         raise ConfigError("the prompt has no tokens: the tokenizer returns none")
@@ -76,14 +76,15 @@ def write(
     streamer: Any = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """Generate tokens after a prompt with a transformers model's own `generate`, until a token ends the text.
+    """Generate tokens after a prompt with `generate` of transformers, until an end token.
 
     Args:
         model: the model.
         ids: tokens of the prompt, [1, tokens].
         tokenizer: tokenizer of the model.
         most: maximum number of tokens.
-        drawing: settings for sampling; None: each token is the likeliest token, and no random number is drawn.
+        drawing: settings for sampling. None means that each token is the likeliest one, and that no random number is
+            drawn.
         streamer: streamer of transformers that receives each token.
         stop: function that is called after each token, and returns whether to stop.
 
@@ -96,7 +97,7 @@ def write(
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
-    # Write one sequence, a token at a time, even if the model's own settings ask for a search.
+    # Generate one sequence, one token after the other, even if the model's own settings ask for a search.
     settings.update(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
     for name in ("penalty_alpha", "num_beam_groups", "prompt_lookup_num_tokens", "assistant_early_exit"):
         if getattr(settings, name, None):
@@ -119,12 +120,13 @@ def write(
             attention_mask=torch.ones_like(ids, device=model.device),
             generation_config=settings,
             streamer=streamer,
-            tokenizer=tokenizer,  # for stop_strings
+            tokenizer=tokenizer,  # needed for stop_strings
             stopping_criteria=[_Stop(stop)],
         )
     except InfinityError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:  # raised by transformers for settings that it refuses
+    except (ValueError, TypeError, NotImplementedError) as error:
+        # transformers raises this for settings that it refuses
         raise WritingError(f"transformers cannot generate text with the model ({raised(error)})") from error
     written: list[int] = found[0, ids.shape[1] :].tolist()
     return written

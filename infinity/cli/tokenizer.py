@@ -11,7 +11,7 @@ from infinity.quoting import raised
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
 TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.model$|\.tiktoken$|bpe", re.IGNORECASE)
-"""Matches a file name of every tokenizer of transformers."""
+"""Pattern of file names. Every tokenizer of transformers has at least one file whose name matches."""
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
@@ -19,10 +19,10 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
     Args:
         name: directory or hub id.
-        options: options for transformers' from_pretrained.
+        options: further arguments for transformers' from_pretrained.
 
     Raises:
-        ModelError: there is no tokenizer, or it cannot be loaded.
+        ModelError: the model has no tokenizer, or the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -38,7 +38,7 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     except Exception as error:  # each kind of tokenizer raises errors of its own
         where = "" if Path(name).is_dir() else "there is no such directory, and from the Hugging Face hub: "
         raise ModelError(f"cannot load the tokenizer of '{name}': {where}{raised(error)}") from error
-    # If the files are missing, transformers makes an empty tokenizer, which gives no tokens for any text.
+    # If the files are missing, transformers makes an empty tokenizer, which returns no tokens for any text.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:
         raise ModelError(absent)
@@ -46,5 +46,5 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether the directory has files of a tokenizer that save_pretrained wrote."""
+    """Return whether the directory has files of a tokenizer, as save_pretrained writes them."""
     return any((directory / name).is_file() for name in _FILES)

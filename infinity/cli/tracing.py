@@ -24,7 +24,7 @@ def check(options: FinetuneOptions) -> None:
     """
     if options.trace is None:
         return
-    if options.trace.exists() and not options.trace.is_file():  # a device file must not be replaced
+    if options.trace.exists() and not options.trace.is_file():  # a device file must not be replaced by a regular file
         raise ConfigError(f"--trace {printable(options.trace)}: it is not a regular file")
     require_writable(options.trace)
     if options.output in options.trace.parents:
@@ -32,13 +32,15 @@ def check(options: FinetuneOptions) -> None:
 
 
 class TracedSteps(ExitStack):
-    """A trace of some steps of a run. If the run ends early, the trace has the steps until then.
+    """A trace of some steps of a run.
+
+    If the run ends before the last of these steps, the trace has only the steps that were done.
 
     Args:
         model: the offloaded model.
-        path: file for the trace; None: nothing is traced.
-        steps: the first and the last step of the trace; None: the second to the sixth step of this process, because the
-            first step learns the order of the units.
+        path: file for the trace, or None to trace nothing.
+        steps: the first and the last step of the trace. None means the second to the sixth step of this process. The
+            first step is left out, because it learns the order of the units.
         done: number of steps that the run has done.
         total: number of all steps of the run.
 
@@ -46,7 +48,7 @@ class TracedSteps(ExitStack):
         path: file for the trace; None if nothing is traced.
 
     Raises:
-        ConfigError: this process will do none of the steps to be traced.
+        ConfigError: the steps are not among the steps that this process will do.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class TracedSteps(ExitStack):
             self.enter_context(trace(self._model, self.path))
 
     def after(self, step: int, *, stopping: bool = False) -> bool:
-        """Write the trace after its last step, or when the run stops in a step of the trace.
+        """Write the trace if this was its last step, or if the run stops now.
 
         Returns:
-            Whether the trace was written now.
+            Whether this call has written the trace.
         """
         if self.path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False

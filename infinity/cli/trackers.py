@@ -1,6 +1,7 @@
-"""The trackers of --logger, which show the figures of a run.
+"""The trackers of --logger, such as TensorBoard, which show the figures of a run.
 
-If a run is resumed, TensorBoard and wandb continue the run's records. A tracker that fails does not end the run.
+If a run is resumed, TensorBoard and wandb continue the earlier records of the run. A tracker that fails does not end
+the run.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ _TAKE_TEXTS = {"tensorboard", "trackio", "wandb"}
 
 
 def take_texts(options: FinetuneOptions) -> bool:
-    """Return whether one of the trackers shows texts."""
+    """Return whether any of the trackers shows texts."""
     return bool(_TAKE_TEXTS.intersection(options.logger or ()))
 
 
 @contextmanager
 def opened(options: FinetuneOptions, run: str, directory: Path, done: int) -> Iterator[list[Any]]:
-    """Open trackers, and yield them as callbacks of a Trainer.
+    """Open the trackers, and yield their callbacks for a Trainer.
 
     Args:
         options: options of the run.
         run: run id.
-        directory: directory for the trackers' files.
+        directory: directory for the files of the trackers.
         done: number of steps that the run has done.
     """
     with ExitStack() as held:
@@ -50,14 +51,14 @@ def opened(options: FinetuneOptions, run: str, directory: Path, done: int) -> It
 def _callback(
     name: str, options: FinetuneOptions, run: str, directory: Path, done: int, held: ExitStack
 ) -> TrainerCallback:
-    """Return transformers' callback of a tracker. `held` closes the tracker."""
+    """Return transformers' callback for a tracker. The exit stack `held` will close the tracker."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         return TensorBoardCallback(held.enter_context(SummaryWriter(str(directory), purge_step=done + 1)))
     if name == "wandb":
         wandb: Any = importlib.import_module("wandb")
-        # The callback uses a run that is already open.
+        # The callback uses the wandb run that is already open.
         wandb_run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=(options.trainer or {}).get("run_name", [options.output.name])[0],
@@ -71,9 +72,11 @@ def _callback(
 
 
 class _Guarded:
-    """A callback of a Trainer that turns its errors into warnings, for example if a server does not answer.
+    """A callback of a Trainer that turns errors of a tracker into warnings.
 
-    The first error is printed.
+    An error occurs, for example, if a server does not respond.
+
+    Only the first error is printed.
 
     Args:
         name: name of the tracker.

@@ -1,5 +1,4 @@
-"""The part of a TRL trainer that all methods of `infinity finetune` share. The model is already offloaded, and the
-batches come in the order of the run."""
+"""The changes of a TRL trainer that all methods of `infinity finetune` share."""
 
 from __future__ import annotations
 
@@ -35,23 +34,29 @@ _TRACKED = (
     *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step"),
 )
-"""Fields of a TrainerState that a resumed run takes over. The other fields follow from the arguments, or belong to one
-process."""
+"""Fields of a TrainerState that a resumed run continues with.
+
+The other fields follow from the arguments, or belong to one process.
+"""
 _TRAINED, _HELD_OUT = "trained", "held_out"
-"""Columns of the two datasets. A row contains the index of a sequence."""
+"""Columns of the two datasets that the trainer gets. Each row contains only the index of a sequence."""
 _TheirTrainer: Any = object
-"""Placeholder for the trainer of TRL, which comes after these classes in the method resolution order."""
+"""Placeholder for TRL's trainer, for type checking.
+
+TRL's trainer comes after these classes in the method resolution order.
+"""
 
 
 class _Recording(_TheirTrainer):  # type: ignore[misc]
     """Recorder of the share that each batch has in a step's loss.
 
-    TrainerMixin comes before this class, because it may collect the batches of a step and run a batch twice. If a batch
-    runs twice, the loss of the second run is recorded.
+    TrainerMixin comes before this class in the bases, because TrainerMixin may collect the batches of a step and
+    compute a batch twice. If a batch is computed twice, the loss of the second computation is recorded.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        self._losses: dict[int, torch.Tensor] = {}  # by id of the batch; a step keeps all of its batches alive
+        # the keys are ids of batches, which are unique because all batches of a step are alive
+        self._losses: dict[int, torch.Tensor] = {}
         super().__init__(*given, **named)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
@@ -60,7 +65,7 @@ class _Recording(_TheirTrainer):  # type: ignore[misc]
         return loss
 
     def take_losses(self) -> list[torch.Tensor]:
-        """Return the shares of the loss of the batches since the last call."""
+        """Return the loss shares of the batches since the last call."""
         losses, self._losses = self._losses, {}
         return list(losses.values())
 
@@ -68,20 +73,20 @@ class _Recording(_TheirTrainer):  # type: ignore[misc]
 class Running(TrainerMixin, _Recording):
     """The base of a trainer, listed before a trainer of TRL among the bases of a class.
 
-    The batches come in the order of the run. A resumed run continues from the state that a generation has tracked, and
-    its model already has its weights and optimizer states. Models are saved by infinity's functions.
+    The batches come in the order of the run. A resumed run continues from the trainer's state in a generation, and its
+    model already has its weights and optimizer states. Functions of infinity save the models.
 
     Args:
         trained: sequences to train on.
         held_out: sequences for evaluation; None: there is no evaluation.
         order: order of the sequences to train on.
-        fingerprint: fingerprint of the data, which is advanced before each step.
+        fingerprint: fingerprint of the data. The trainer advances it before each step.
         save: function that writes the model to a directory; all ranks call it.
-        figures: function that returns figures of the steps since its last call, which trackers show in addition to the
-            loss.
+        figures: function that returns figures of the steps since its last call. Trackers show these figures in addition
+            to the loss.
         scaler: scaler of the loss, enabled or not.
         swap_config: swap config of the run.
-        others: arguments of TRL's trainer.
+        others: arguments for TRL's trainer.
 
     Attributes:
         held_out: sequences for evaluation; None: there is no evaluation.
@@ -111,12 +116,12 @@ class Running(TrainerMixin, _Recording):
         self._save_model = save
         self._figures = figures
         self.failed: dict[int, str] = {}
-        args._n_gpu = min(args.n_gpu, 1)  # other GPUs belong to other ranks
+        args._n_gpu = min(args.n_gpu, 1)  # the other GPUs belong to other ranks
         require_points()
         self.held_out, evaluated = held_out, 0
         if held_out is not None:
             turns = -(-held_out.sequences // (args.eval_batch_size * args.world_size))
-            evaluated = turns * args.world_size * args.eval_batch_size  # enough to fill the batches of all ranks
+            evaluated = turns * args.world_size * args.eval_batch_size  # this many rows fill the batches of all ranks
             self._weight_each = self._weight_of(held_out, args.eval_batch_size) / (turns * args.world_size)
         self.tokenizer = others["processing_class"]
         drawn = rng.snapshot()
@@ -129,16 +134,17 @@ class Running(TrainerMixin, _Recording):
             swap_config=swap_config,
             **others,
         )
-        rng.restore(drawn)  # a Trainer seeds all ranks alike, but each rank needs its own random numbers
+        rng.restore(drawn)  # a Trainer gives all ranks the same seed, but each rank needs its own random numbers
         self.remove_callback(PrinterCallback)
-        self.processing_class = None  # else train() writes its special tokens into the model's configs
+        # otherwise train() would write the tokenizer's special tokens into the model's configs
+        self.processing_class = None
         if scaler.is_enabled():
             self.accelerator.scaler = scaler
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def _weight_of(self, held_out: Sequences, at_once: int) -> int:
-        """Return the weight of all held-out sequences in an evaluation.
+        """Return the sum of the weights of all held-out sequences in an evaluation.
 
         Args:
             held_out: the sequences.
@@ -151,7 +157,7 @@ class Running(TrainerMixin, _Recording):
         raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the run's batches. The loader does not use the random numbers of the training."""
+        """Return the loader of the run's batches. The loader draws no numbers from the training's random generators."""
         loader = DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -165,13 +171,13 @@ class Running(TrainerMixin, _Recording):
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *given: Any) -> tuple[list[Any], Any]:
-        """Return the batches of a step, and the number of items that all ranks learn in the step."""
+        """Return the batches of a step, and the number of items (tokens or pairs) that all ranks learn in the step."""
         next(self._fingerprint)
         batches = list(islice(epoch_iterator, num_batches))
         return batches, self._items_in(batches)
 
     def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
-        """Return the number of items that all ranks learn in a step.
+        """Return the number of items (tokens or pairs) that all ranks learn in a step.
 
         The result is None if the loss of a step is the mean over the batches.
         """
@@ -196,15 +202,18 @@ class Running(TrainerMixin, _Recording):
         return loss
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> None:
-        """Return None: the optimizer's update computes the norm. transformers' own method would read all gradients."""
+        """Return None, because the optimizer's update computes the norm.
+
+        The original method would read all gradients.
+        """
 
     def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
-        """Give the figures to the trackers, and discard them.
+        """Send the figures to the trackers, and do not keep them.
 
         A Trainer would keep the figures of all steps in memory.
         """
         figures = self._figures() if "loss" in logs else {}
-        # After a step whose loss was not finite, a Trainer's own sum stays nan.
+        # A Trainer adds up the losses. After a loss that is not finite, the sum would be nan until the end.
         finite = {name: value for name, value in logs.items() if name != "train_loss" or math.isfinite(value)}
         super().log(finite | figures, *given, **named)
         self.state.log_history.clear()
@@ -214,10 +223,9 @@ class Running(TrainerMixin, _Recording):
         self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Evaluate.
+        """Evaluate the model, and restore the training's RNG state afterwards.
 
-        A loader draws random numbers, and trackers may draw some, too. The RNG state of the training is restored
-        afterwards.
+        The loader draws random numbers, and trackers may draw some.
         """
         drawn = rng.snapshot()
         try:
@@ -227,29 +235,32 @@ class Running(TrainerMixin, _Recording):
             rng.restore(drawn)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
-        """Return the loss of a batch, scaled so that a Trainer's mean over the batches is weighted by their content.
+        """Return the loss of a batch.
 
-        A batch that has only filler rows counts as 0.
+        It is scaled so that a Trainer's mean over batches weights each batch by its number of items.
 
-        The result is in fp64, so that the sum does not depend on the number of ranks, which changes the batches.
+        The loss of a batch with only filler rows is 0.
+
+        The result is in fp64, so that the mean does not depend on how the rows are divided among ranks.
         """
         with torch.no_grad():
             weight, loss = self._weighed_loss(model, self._prepare_inputs(inputs))
         return torch.where(weight > 0, loss.double() * weight / self._weight_each, 0.0), None, None
 
     def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weight of a batch in an evaluation, and its loss."""
+        """Return the weight of a batch in an evaluation, and the loss of the batch."""
         raise NotImplementedError
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a generation keeps in addition to the states of the model."""
+        """Return the state of the trainer for a generation."""
         return {"state": json.dumps({name: getattr(self.state, name) for name in _TRACKED})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = replace(self.state, max_steps=self.args.max_steps, **json.loads(state["state"]))
-        self.state.compute_steps(self.args, self.args.max_steps)  # the intervals of logging and saving may have changed
+        # the user may have changed the intervals of logging and saving
+        self.state.compute_steps(self.args, self.args.max_steps)
 
     @peer_errors()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
@@ -257,8 +268,10 @@ class Running(TrainerMixin, _Recording):
 
         Args:
             directory: the folder.
-            evaluate: whether to evaluate first, because an interruption has prevented the evaluation of the last step.
-            save: whether to save the model first, because an interruption has prevented the saving.
+            evaluate: whether to evaluate first, because the run was interrupted before the evaluation after its last
+                step.
+            save: whether to save the model first, because the run was interrupted before it could save the model of its
+                last step.
         """
         self._save_rng_state(str(directory))
         self.control.should_evaluate, self.control.should_save = evaluate, save
@@ -277,7 +290,7 @@ class Running(TrainerMixin, _Recording):
         """Save the model and the tokenizer. The ranks agree on the result.
 
         Raises:
-            InfinityError: the model could not be saved; all ranks raise this error.
+            InfinityError: the model could not be saved. All ranks raise this error.
         """
         directory, problem = output_dir or self.args.output_dir, None
         try:
@@ -294,7 +307,7 @@ class Running(TrainerMixin, _Recording):
             raise InfinityError(said[0])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save the model of a step. If the saving fails, the reason is added to `failed`, and the run goes on."""
+        """Save the model of a step. If saving fails, add the reason to `failed`, and continue the run."""
         try:
             super()._save_checkpoint(model, trial)
         except (PeerError, SwapIOError):
@@ -304,14 +317,14 @@ class Running(TrainerMixin, _Recording):
             self.failed[step] = f"step {step}: the model is not saved in {self.folder_of(step)}: {raised(error)}"
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Do nothing: TRL's model card names pages of trackers but no data, and would be written before the model."""
+        """Do nothing. TRL's model card names pages of trackers but no data, and would be written before the model."""
 
 
 def require_points() -> None:
-    """Check that the libraries have all private methods that a trainer uses.
+    """Check that TRL and transformers have all private methods that the trainers use.
 
     Raises:
-        NotAvailableError: a method is missing; the error names the method.
+        NotAvailableError: a method is missing. The error names the method.
     """
     for point in (each for each in POINTS if each.who == FINETUNE):
         for place in point.where:
@@ -351,8 +364,8 @@ def _dataset(column: str, sequences: int) -> Dataset:
 def _refusal(shape: torch.Size, error: Exception) -> ModelError:
     """Return the error for an exception in a model's forward.
 
-    If the type of the exception indicates the cause, the error says what the user can do; an index or size that does
-    not fit indicates that a sequence is too long.
+    If the type of the exception shows the cause, the error says what the user can do. For example, an index out of
+    range shows that a sequence is too long for the model.
     """
     asked = f"sequences of {shape[1]} tokens, {shape[0]} at a time"
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):

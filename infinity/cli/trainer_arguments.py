@@ -1,4 +1,4 @@
-"""The arguments of TRL's trainers that follow from the options of a run."""
+"""The arguments that TRL's trainers get for the options of a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(options: FinetuneOptions) -> None:
     """Check the options before any slow work.
 
     Raises:
-        ConfigError: TRL or transformers refuses options, or an option does nothing.
+        ConfigError: TRL or transformers refuses options, or an option has no effect.
     """
     given = options.trainer or {}
     require_of_method(given, options.method)
@@ -40,7 +40,7 @@ def check(options: FinetuneOptions) -> None:
     schedule = schedule_of(arguments, torch.optim.SGD([torch.zeros(1)], lr=options.lr), steps)
     if isinstance(schedule, LambdaLR):
         with _naming_the_schedule(arguments):
-            schedule.lr_lambdas[0](options.warmup_steps)  # some kwargs are only used after the warm-up
+            schedule.lr_lambdas[0](options.warmup_steps)  # a schedule uses some of its arguments only after the warm-up
 
 
 def schedule_of(arguments: TrainingArguments, optimizer: torch.optim.Optimizer, steps: int) -> Any:
@@ -57,7 +57,7 @@ def schedule_of(arguments: TrainingArguments, optimizer: torch.optim.Optimizer, 
 def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     """Set the learning rates of the next step.
 
-    The rates in the generation may be wrong, because --steps may have changed since.
+    The learning rates in the generation may be wrong, because --steps may have changed since then.
     """
     if not isinstance(schedule, LambdaLR):
         return
@@ -65,7 +65,7 @@ def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     rates = [peak * factor for peak, factor in zip(schedule.base_lrs, factors, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})  # trackers show these rates
+    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})  # trackers show these learning rates
 
 
 @contextmanager
@@ -79,13 +79,13 @@ def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
 
 
 def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
-    """Return all arguments. Values that differ from TRL's defaults are written out here.
+    """Return all arguments for a TRL trainer. This function sets every value that differs from TRL's defaults.
 
     Args:
         options: options of the run.
         steps: number of steps of the run.
         directory: directory for the models of --save-every and --save-best, and for the files of trackers.
-        evaluates: whether some sequences are held out.
+        evaluates: whether there are sequences for evaluation.
         balances: whether the model's config asks for the loss that balances tokens over experts.
 
     Raises:
@@ -101,18 +101,19 @@ def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evalu
         "learning_rate": options.lr,
         "warmup_steps": options.warmup_steps,
         "weight_decay": options.weight_decay,
-        "seed": options.seed % 2**32,  # numpy accepts no larger seed; the order of the data uses the whole seed
+        # numpy accepts no larger seed, but the order of the data depends on the whole seed
+        "seed": options.seed % 2**32,
         "use_cpu": current_device().type == "cpu",
-        "report_to": [],  # trackers.py makes the callbacks of --logger
+        "report_to": [],  # trackers.py makes the callbacks for --logger
         "run_name": options.output.name,
         "logging_steps": options.log_every or 1,
         "remove_unused_columns": False,  # the collator reads the columns
-        # The weights have the dtype of --dtype, with fp32 masters, so nothing is cast.
+        # The weights have the dtype of --dtype, with fp32 masters. Therefore nothing is cast in the forward.
         "bf16": False,
         "fp16": False,
-        # `recompute` of the swap config decides what is computed again.
+        # The key `recompute` of the swap config decides which activations are recomputed.
         "gradient_checkpointing": False,
-        # The optimizer clips in its update (make_optimizer).
+        # The optimizer's update clips the gradients (make_optimizer).
         "max_grad_norm": 0.0,
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
@@ -125,7 +126,7 @@ def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evalu
     given |= typed(options.trainer or {}, options.method)
     kind = CONFIGS[options.method]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # TRL names some of transformers' arguments by older names
+        warnings.simplefilter("ignore", FutureWarning)  # for some of transformers' arguments, TRL uses the older name
         try:
             return getattr(trl, kind)(**given)
         except (ValueError, TypeError) as error:
@@ -133,7 +134,7 @@ def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evalu
 
 
 def _schedule(options: FinetuneOptions, steps: int) -> dict[str, Any]:
-    """Return transformers' name of the schedule, and the rate to which it falls."""
+    """Return the arguments for the schedule: its name in transformers, and the learning rate at its end."""
     lowest = options.min_lr
     if options.schedule not in SCHEDULES or _OF_SCHEDULE in (options.trainer or {}):
         return {"lr_scheduler_type": options.schedule}
@@ -151,11 +152,11 @@ def _evaluation(options: FinetuneOptions, steps: int, *, evaluates: bool) -> dic
 
 
 def _saving(options: FinetuneOptions, steps: int) -> dict[str, Any]:
-    """Return the arguments for saving models for use.
+    """Return the arguments for saving models that a user can load.
 
-    These models have no optimizer states, because a run is resumed from its store.
+    These models are saved without optimizer states, because a run is resumed from its store.
 
-    The best model is saved after its evaluation (step_watch.py). run_directory.py decides which models stay.
+    The best model is saved after its evaluation (step_watch.py). run_directory.py decides which models are kept.
     """
     if not (options.save_every or options.save_best):
         return {"save_strategy": "no"}

@@ -1,5 +1,8 @@
-"""Fields of TRL's SFTConfig, DPOConfig and RewardConfig as options of `infinity finetune`. Their names are read from
-the libraries' sources, because importing the libraries takes seconds and a wrong option should fail at once."""
+"""Fields of TRL's SFTConfig, DPOConfig and RewardConfig as options of `infinity finetune`.
+
+The names of the fields are read from the source files of the libraries. Importing the libraries would take seconds, and
+a wrong option should be an error at once.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from typing import Any
 from infinity.errors import ConfigError
 
 Given = dict[str, list[str]]
-"""Values of options of TRL's configs in the form of the command line, by name."""
+"""Values of fields of TRL's configs, by name, as they are written on the command line."""
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
-"""Names of TRL's classes of options, by --method."""
+"""Names of TRL's config classes, by --method."""
 _OF_ALL = (("transformers", "training_args.py", "TrainingArguments"), ("trl", "trainer/base_config.py", "_BaseConfig"))
 
 OURS = {
@@ -36,7 +39,7 @@ OURS = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-"""Short names of fields."""
+"""Options of infinity that set a field of TRL's configs, by the name of the field."""
 
 _REFUSED = {
     "give --dtype": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
@@ -88,14 +91,17 @@ _REFUSED = {
         *("log_on_each_node", "ddp_timeout", "skip_memory_metrics"),
     ),
 }
-"""Fields whose values infinity chooses, and fields that would do nothing, by the advice for the error."""
+"""Fields that infinity refuses, by the advice in the error.
+
+Infinity chooses their values, or they would have no effect.
+"""
 
 _DO_NOTHING_WITHOUT = {
     "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
     "discopop_tau": ("loss_type", {"discopop"}),
     "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
 }
-"""Fields of DPOConfig that are only read for some values of another field."""
+"""Fields of DPOConfig that have an effect only for some values of another field."""
 
 VALUES = {
     "loss_type": {
@@ -104,14 +110,14 @@ VALUES = {
     },
     "f_divergence_type": {"reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"},
 }
-"""Values that DPOTrainer knows. DPOTrainer would refuse other values only in the first step."""
+"""Values that DPOTrainer accepts, by field. DPOTrainer itself would refuse other values only in the first step."""
 
 
 @cache
 def names(method: str | None = None) -> frozenset[str]:
-    """Return the names of all fields of a method; for None, of all methods.
+    """Return the names of all fields for a method. If `method` is None, return the fields for all methods.
 
-    The result lacks fields of libraries that are not installed.
+    Fields of libraries that are not installed are missing from the result.
     """
     own = [("trl", f"trainer/{each}_config.py", CONFIGS[each]) for each in CONFIGS if method in (None, each)]
     return frozenset(name for package, file, kind in (*_OF_ALL, *own) for name in _fields_in(package, file, kind))
@@ -142,7 +148,7 @@ def require_passed_on(name: str, where: str = "") -> None:
         where: place where the field is given, for the message.
 
     Raises:
-        ConfigError: the field is not passed on; the message says what to do instead.
+        ConfigError: the field is not passed on. The message says what to do instead.
     """
     for instead, refused in _REFUSED.items():
         if name in refused:
@@ -153,7 +159,7 @@ def require_of_method(given: Given, method: str) -> None:
     """Check that each given field has an effect with this --method and with the other given fields.
 
     Raises:
-        ConfigError: a field does nothing, or has a value that TRL does not know.
+        ConfigError: a field has no effect, or has a value that TRL does not know.
     """
     for name in given:
         if name not in names(method):
@@ -169,10 +175,10 @@ def require_of_method(given: Given, method: str) -> None:
 
 
 def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
-    """Separate the fields among unknown arguments.
+    """Find the fields of TRL's configs among arguments that the parser does not know.
 
     Returns:
-        The values of the fields by name, None if there are no fields; and the other arguments.
+        The values of the fields by name, or None if there are no fields; and the other arguments.
 
     Raises:
         ConfigError: a field is not passed on to TRL.
@@ -195,7 +201,7 @@ def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
 
 
 def typed(given: Given, method: str) -> dict[str, Any]:
-    """Return the values with the types of TRL's config.
+    """Return the values, converted to the types of the fields in TRL's config.
 
     Raises:
         ConfigError: a value has another type.
@@ -211,7 +217,7 @@ def typed(given: Given, method: str) -> dict[str, Any]:
 
     arguments: list[str] = []
     for name, values in given.items():
-        # A single value may begin with a dash, as -1 does.
+        # A value may begin with a dash, such as -1.
         arguments += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     found = Checking(getattr(trl, CONFIGS[method]), allow_abbrev=False).parse_args(arguments)
     return {name: getattr(found, name) for name in given}

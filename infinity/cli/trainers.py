@@ -1,6 +1,6 @@
 """The trainers of `infinity finetune`, by --method.
 
-Each inherits from Running first, and then from a trainer of TRL.
+The bases of each class are Running and then a trainer of TRL.
 """
 
 from __future__ import annotations
@@ -19,28 +19,34 @@ from infinity.errors import ModelError
 
 
 class Sft(Running, SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer with the model's own loss. Every learned token has the same weight, in training and in evaluations."""
+    """SFTTrainer with the model's own loss.
 
-    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
+    Every token that contributes to the loss has the same weight, in training and in evaluations.
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the number of tokens of the whole step
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.model_accepts_loss_kwargs = True  # transformers before 5.20 divides the losses of other models once more
+        # for other models, transformers before 5.20 would divide the loss once more
+        self.model_accepts_loss_kwargs = True
 
     def _weight_of(self, held_out: Sequences, at_once: int) -> int:
-        """Return the number of learned tokens."""
+        """Return the number of tokens that contribute to the loss."""
         ends = range(at_once, held_out.sequences + at_once, at_once)
         return sum(held_out.rows(range(end - at_once, min(end, held_out.sequences))).learned for end in ends)
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return the batch. Rows beyond the last sequence, which fill the last batches of the ranks, have no learned
-        tokens."""
+        """Return the batch of the sequences with these indices.
+
+        Filler rows, which fill the last batches of the ranks, do not contribute to the loss.
+        """
         batch: dict[str, torch.Tensor] = data.rows(index % data.sequences for index in indices).of_trainer()
         filling = torch.tensor(indices) >= data.sequences
         return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
 
     def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Return the number of tokens that all ranks learn in a step."""
+        """Return the number of tokens of all ranks that contribute to the loss of a step."""
         learned = torch.stack([learned_in(batch["labels"]) for batch in batches]).sum()
         reduced: torch.Tensor = self.accelerator.reduce(learned)
         return reduced
@@ -48,13 +54,15 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Return a batch's share of a step's loss. Each learned token of all batches and ranks has the same weight.
+        """Return a batch's share of a step's loss.
 
-        The loss of a batch is the model's own, so it includes all layers of the head, a cap of the logits and the
-        balance of experts. The host does not wait for the device.
+        Each token that contributes to the loss has the same weight, in all batches and on all ranks.
+
+        The model computes the loss of a batch itself. Therefore the loss includes everything that the model defines,
+        such as capped logits and the balance of experts. The host does not wait for the device.
         """
         share = learned_in(inputs["labels"]) * self.accelerator.num_processes / num_items_in_batch
-        loss: torch.Tensor = model(**inputs).loss * share  # the ranks' gradients are averaged
+        loss: torch.Tensor = model(**inputs).loss * share  # the gradients of the ranks are averaged
         return loss
 
     def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +70,7 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
 
 
 class _OfPairs(Running):
-    """The base of trainers that learn to prefer the first of two answers.
+    """Base class of trainers that learn to prefer the first of two answers.
 
     Attributes:
         collator: collator of TRL's trainer.
@@ -75,9 +83,10 @@ class _OfPairs(Running):
         return held_out.sequences
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return the batch, without filler pairs.
+        """Return the batch of the pairs with these indices, without filler pairs.
 
-        A batch of held-out pairs also has `pairs`, which says for each place in the batch whether the pair is real.
+        A batch of held-out pairs also has `pairs`. For each place in the batch, `pairs` says whether there is a pair or
+        a filler.
         """
         if self.tokenizer.pad_token_id is None:
             raise ModelError("the tokenizer has no token for padding and none that ends a text: give it a pad_token")
@@ -89,28 +98,28 @@ class _OfPairs(Running):
         return inputs.pop("pairs").sum(), self.compute_loss(model, inputs)
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        """Return the dataset unchanged, because its tokens exist already."""
+        """Return the dataset unchanged, because infinity has already made the tokens."""
         return dataset
 
 
 class Dpo(_OfPairs, DPOTrainer):  # type: ignore[misc]
-    """DPOTrainer.
+    """DPOTrainer for pairs of answers.
 
     Args:
-        reference: offloaded reference model; None: the trained model without its adapters.
+        reference: offloaded reference model. None means that the reference is the trained model without its adapters.
     """
 
     collator = dpo_trainer.DataCollatorForPreference
 
     def __init__(self, model: Any, args: Any, *, reference: Any, **others: Any) -> None:
-        # Without a reference TRL would add a copy of the adapter to the model, which is already offloaded.
+        # If TRL gets no reference model, it adds a copy of the adapters to the model, which is already offloaded.
         super().__init__(model, args, ref_model=_AdaptersOff(model) if reference is None else reference, **others)
         if reference is None:
             self.ref_model = None
 
 
 class _AdaptersOff(nn.Module):
-    """A placeholder for the module of a reference, which TRL requires."""
+    """Placeholder for the module of a reference model, because TRL requires a module."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ from infinity.runtime.track import track
 
 
 class Training:
-    """One run.
+    """The training of one run.
 
     Args:
         model: the offloaded model.
@@ -54,17 +54,17 @@ class Training:
         world: this process among the ranks.
         origin: origin of the run.
         directory: directory for the models of --save-every and --save-best, and for trackers' files.
-        reference: reference model of --method dpo; None: the model without its adapters.
+        reference: reference model of --method dpo. None means that the reference is the model without its adapters.
 
     Attributes:
         model: the model that is trained.
         options: options of the run.
         origin: origin of the run.
-        durable: whether generations are kept.
-        history: history of all steps, including the steps before a resume.
-        model_config: values of the model's config before a trainer changed them; saved models have these values.
+        durable: whether the run keeps generations.
+        history: history of all steps, including the steps before the run was resumed.
+        model_config: values of the model's config before a trainer changed them. Saved models get these values.
         steps: number of optimizer steps of the whole run.
-        done: number of optimizer steps that are done, including the steps before a resume.
+        done: number of optimizer steps that are done, including the steps before the run was resumed.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Training:
         config: SwapConfig,
         reference: Reference | None,
     ) -> Running:
-        """Return the trainer of the method.
+        """Return the trainer for --method.
 
         Raises:
             ConfigError: TRL refuses the options.
@@ -183,7 +183,7 @@ class Training:
             )
 
     def train(self) -> int:
-        """Do all steps. Return 0, or the exit code if a signal ended the run early."""
+        """Do all steps. Return 0, or another exit code if a signal ended the run early."""
         promise = (
             "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
             if self.durable
@@ -235,13 +235,13 @@ class Training:
         return {} if self._watch is None else self._watch.figures()
 
     def _is_unevaluated(self) -> bool:
-        """Return whether an interruption has prevented the evaluation after the last step."""
+        """Return whether the run was interrupted before the evaluation after its last step."""
         due = self.done == self.steps or (self.options.eval_steps and self.done % self.options.eval_steps == 0)
         there = any(each.step == self.done for each in self.history.evaluations)
         return self._data.held_out is not None and bool(due) and not there
 
     def _is_unsaved(self) -> bool:
-        """Return whether an interruption has prevented saving the model of the last step."""
+        """Return whether the run was interrupted before it could save the model of its last step."""
         every = self.options.save_every
         due = self.done < self.steps and every is not None and self.done % every == 0
         return due and not is_whole(self._trainer.folder_of(self.done))
@@ -252,10 +252,10 @@ class Training:
         return list(self._trainer.failed.values())
 
     def report(self) -> Report:
-        """Return the report on the steps of this process, except the first step.
+        """Return the report about the steps of this process, without the first step.
 
-        If this process did only one step, the report is about that step, and waits for the step's update first.
-        Otherwise an update may run during the next step, and counts for that step.
+        If this process did only one step, the report is about this step, and includes the step's complete update.
+        Otherwise an update may run during the next step, and then counts for the next step.
         """
         assert self._watch is not None
         mine, now = self.history.facts[self._before :], self._watch.now

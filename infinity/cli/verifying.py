@@ -1,4 +1,4 @@
-"""`--verify-output`: a check that the saved model, loaded without infinity, gives the logits of the trained model."""
+"""`--verify-output`: a check that the saved model computes the logits of the trained model without infinity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of the trained model that the saved model must reproduce.
+    """Results of the trained model. The saved model must have the same results.
 
     Attributes:
         logits: logits of a batch.
-        encoded: codecs of the weights that are kept encoded, by name.
+        encoded: codecs of the weights that infinity kept encoded, by name of the parameter.
     """
 
     logits: torch.Tensor
@@ -38,10 +38,10 @@ class Expected:
 
 
 def require_possible(options: FinetuneOptions) -> None:
-    """If --verify-output is given, check that the output will be loadable without infinity.
+    """If --verify-output is given, check that the output can be loaded without infinity.
 
     Raises:
-        NotAvailableError: the output will not be loadable.
+        NotAvailableError: the output cannot be loaded without infinity.
     """
     if not (options.verify_output and _has_adapters(options)):
         return
@@ -58,9 +58,9 @@ def expected_of(model: Any, options: FinetuneOptions, batch: Any) -> Expected:
 
     Args:
         model: the offloaded model.
-        options: options of the run; with --merge, the model computes with merged adapters, like the output.
-        batch: sequences that the logits are computed for.
-    """
+        options: options of the run. With --merge, the model computes with merged adapters, because the output has
+            merged adapters.
+        batch: sequences that the logits are computed for."""
     with computing_merged(model) if options.merge else nullcontext():
         return Expected(logits_of(model, batch), _encoded(model))
 
@@ -73,7 +73,7 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expected) -> None:
-    """Check that the saved model gives the expected logits.
+    """Check that the saved model computes the expected logits.
 
     Args:
         directory: the output.
@@ -83,7 +83,7 @@ def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expe
 
     Raises:
         InfinityError: a logit differs.
-        NotAvailableError: the device has no room for the model without infinity.
+        NotAvailableError: the device has no room for the complete model.
     """
     plain = _moved(_load_plainly(directory, options, expected.encoded), expected.logits.device)
     plain.config.use_cache = False
@@ -101,7 +101,7 @@ def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expe
 def _moved(model: Any, device: torch.device) -> Any:
     """Move a plain model to the device of the trained model.
 
-    On another device the model's results may differ in some bits.
+    On another device the results might differ in some bits.
     """
     try:
         return model.to(device)
@@ -114,9 +114,9 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def _align(model: nn.Module) -> None:
-    """Copy weights that are not aligned in the file.
+    """Copy each weight that is not aligned in memory to aligned memory.
 
-    With unaligned weights, a head with one output adds in another order.
+    If the weight of a head with one output is not aligned, torch adds in another order.
     """
     for parameter in model.parameters():
         if parameter.data_ptr() % _ALIGNMENT:
@@ -124,7 +124,7 @@ def _align(model: nn.Module) -> None:
 
 
 def _has_adapters(options: FinetuneOptions) -> bool:
-    """Return whether the output consists of adapters."""
+    """Return whether the output contains adapters instead of a model."""
     return options.lora is not None and not options.merge
 
 
@@ -138,9 +138,10 @@ def _load_plainly(directory: Path, options: FinetuneOptions, encoded: dict[str, 
     """Load the output without infinity.
 
     Args:
-        directory: the output, a model or adapters.
+        directory: the output, which contains a model or adapters.
         options: options of the run.
-        encoded: codecs of the weights that were kept encoded, by name; only used if the output consists of adapters.
+        encoded: codecs of the weights that infinity kept encoded, by name. They are used only if the output contains
+            adapters.
     """
     kind, more = class_of(options)
     if not _has_adapters(options):
@@ -153,7 +154,7 @@ def _load_plainly(directory: Path, options: FinetuneOptions, encoded: dict[str, 
 
 
 def _round(parameter: nn.Parameter, name: str, codec: Codec) -> None:
-    """Round a weight by encoding and decoding it, because the adapters were trained with the rounded weight."""
+    """Encode and decode a weight. The adapters were trained with this rounded weight."""
     data = torch.empty(encoded_bytes(codec, parameter.shape), dtype=torch.uint8)
     encode(name, parameter.detach().reshape(-1), codec, data.numpy().data, _native.ThreadPool(1))
     with torch.no_grad():

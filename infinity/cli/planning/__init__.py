@@ -1,4 +1,4 @@
 """`infinity plan`: a prediction of whether a model fits, where its states are placed and how fast it trains.
 
-No data is moved.
+The command moves no weights or states.
 """

@@ -1,7 +1,7 @@
 """The rate of the optimizer's update in memory, compared with the maximum rate that the memory allows.
 
-The bound is a pass that reads and writes the same streams in place with almost no arithmetic. The bound is measured in
-the same rounds as the update, with the same instruction set and number of threads. The bytes in the results are the
+To measure the maximum rate, a pass with almost no arithmetic reads and writes the same streams in place. This pass runs
+in the same rounds as the update, with the same instruction set and number of threads. The bytes in the results are the
 bytes that the update must move.
 """
 
@@ -19,12 +19,12 @@ from infinity.state.dtypes import residual_itemsize
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _BOUND_BYTES = 28
-_STREAM_BYTES_MAX = 4  # bytes per element
+_STREAM_BYTES_MAX = 4  # bytes of one element
 
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format of the states.
+    """A storage format of the optimizer states.
 
     Attributes:
         grad_size: magnitude of the gradients. The squares of gradients of magnitude 1e-22 are denormal numbers.
@@ -38,15 +38,15 @@ class Format:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes per parameter that are read and written back if master and moments are on NVMe and weights in RAM."""
+        """Bytes per parameter that an update reads and writes back. Master and moments are on NVMe, weights in RAM."""
         moment = _native.moment_bytes(self.moments, _native.CHUNK_NUMEL) / _native.CHUNK_NUMEL
         return 2 * (residual_itemsize(self.master) + 2 * moment)
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes per parameter that are transferred to and from memory.
+        """Bytes per parameter that an update transfers to and from memory.
 
-        With an fp32 master the weight is written but not read.
+        If the master is in fp32, the update writes the weight but does not read it.
         """
         weight = _ITEMSIZE[self.weight] * (1 if self.master == "fp32" else 2)
         return weight + self.state_bytes + _ITEMSIZE[self.grad]
@@ -54,12 +54,13 @@ class Format:
 
 @dataclass(frozen=True)
 class Pass:
-    """Medians over the rounds.
+    """Medians of the measurements over the rounds.
 
     Attributes:
         parameters_per_s: parameters per second of the update alone, in memory.
-        bound: bytes per second of the bound.
-        of_bound: the bound's time for the same bytes, divided by the update's time; 1 means as fast as memory allows.
+        bound: maximum rate of the memory in bytes per second.
+        of_bound: the time in which the memory can move the same bytes, divided by the update's time. 1 means that the
+            update is as fast as the memory allows.
     """
 
     parameters_per_s: float
@@ -68,12 +69,16 @@ class Pass:
 
 
 class Memory:
-    """Streams of `numel` elements, each in its own arena with room for fp32. The stream "z" stays zero."""
+    """Streams of `numel` elements.
+
+    Each stream has its own arena with room for fp32. The stream "z" contains only zeros.
+    """
 
     _STREAMS = ("w", "r", "m", "v", "g", "z")
 
     def __init__(self, numel: int) -> None:
-        # With few elements, int8 moments are larger than fp32, because they occupy complete chunks.
+        # If there are few elements, int8 moments are larger than fp32 moments, because int8 moments occupy complete
+        # chunks.
         nbytes = max(numel * _STREAM_BYTES_MAX, _native.moment_bytes("int8", numel))
         self.numel = numel
         self._arenas = {name: _native.Arena(nbytes) for name in self._STREAMS}
@@ -84,9 +89,7 @@ class Memory:
         return self._arenas[name].view(0, nbytes)
 
     def fill_gradients(self, dtype: _native.DTypeName, size: float) -> None:
-        """Fill the gradients by repeating a block of random numbers, because many random numbers take long to
-        generate.
-        """
+        """Fill the gradients with copies of one block of random numbers. Generating more random numbers takes long."""
         count = min(self.numel, 1 << 20)
         numbers = (np.random.default_rng(0).standard_normal(count) * size).astype(np.float32)
         kept = np.empty(count, np.float32 if dtype == "fp32" else np.uint16)
@@ -97,7 +100,7 @@ class Memory:
 
 
 def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, rounds: int) -> Pass:
-    """Measure the update of a format; each round also measures the bound."""
+    """Measure the update with a storage format. Each round also measures the maximum rate of the memory."""
     update = _updater(memory, form, isa, pool)
     limits, ours = [], []
     for _ in range(rounds):
@@ -111,15 +114,15 @@ def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, ro
 
 
 def _bound(memory: Memory, isa: str, pool: _native.ThreadPool) -> None:
-    # Zeros are added, so that the states do not change.
+    # The pass adds zeros, so that the states do not change.
     a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "z"))
     _native.read_modify_write(a, b, c, d, pool, isa)
 
 
 def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
-    """Return a function that makes one update.
+    """Return a function that does one update.
 
-    This function has already been called once, so that the moments are in the format's form.
+    The function has already been called once, so that the moments are stored in the format.
     """
     numel = memory.numel
     memory.fill_gradients(form.grad, form.grad_size)

@@ -34,9 +34,9 @@ from infinity.state.frozen_codecs import FrozenName
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL, _UPDATE_NUMEL_MAX = 4 << 20, 64 << 20
 _PROBED_BYTES = 24
-"""Bytes of memory per parameter that the measurement needs: all forms of the states at once."""
+"""Bytes of memory per parameter that the measurement needs. All forms of the states are in memory at the same time."""
 _UPDATE_BYTES = 14
-"""Bytes of memory per parameter with fp32 moments: weight, residual, moments, gradient."""
+"""Bytes of memory per parameter for weight, residual, fp32 moments and gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _HEAD_WIDTH = 64
@@ -44,7 +44,7 @@ _LOOK_S, _BUSY_PERCENT = 0.1, 25
 
 
 def _busy() -> str:
-    """Return a note for rates that are measured while other processes compute.
+    """Return a note for measured rates if other processes compute now.
 
     This process must not compute during the call.
     """
@@ -72,10 +72,10 @@ def local_machine(
         paths: the swap directories.
         device: device on which the model computes.
         dtype: dtype of the measured layer.
-        width: width of the measured layer, up to a limit.
-        inner: inner width of the measured layer, up to a limit.
-        tokens: tokens of the measured forward and backward, up to a limit.
-        frozen: the form whose decoding is measured.
+        width: width of the measured layer. Larger widths are reduced to a limit.
+        inner: inner width of the measured layer. Larger widths are reduced to a limit.
+        tokens: tokens of the measured forward and backward. Larger numbers are reduced to a limit.
+        frozen: the form of frozen weights whose decoding is measured.
     """
     cores = usable_cores()
     busy = _busy()
@@ -120,9 +120,10 @@ def local_machine(
 
 
 def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float, float]:
-    """Return the rates of all disks together in bytes per second: read, write, and the mixed rate as a factor.
+    """Return the rates of all disks together: bytes per second read, bytes per second written, and a factor.
 
-    The factor is the rate of mixed reads and writes, relative to reads and writes one after the other.
+    The factor is for mixed reads and writes. It is their rate, divided by the rate of the same reads and writes one
+    after the other.
     """
     profiles = profiles_of(paths)
     if profiles:
@@ -149,7 +150,7 @@ def _endurance_bytes(paths: Sequence[Path]) -> float:
 def _adam(cores: int) -> tuple[dict[str, float], float]:
     """Return the rate of an update in memory for each form of the moments, and the rate of the memory.
 
-    The rates are in parameters per second and in bytes per second.
+    The rates of the update are in parameters per second, the rate of the memory in bytes per second.
     """
     memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
     forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
@@ -168,9 +169,9 @@ def _update_numel() -> int:
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
-    """Return the median duration after one warm-up call.
+    """Return the median duration of some calls of a function in seconds, after one warm-up call.
 
-    The function is called up to five times within the time budget.
+    The function is called at most five times, and not again after the time budget is used up.
     """
     call()
     taken: list[float] = []
@@ -182,7 +183,10 @@ def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
 
 
 class _Layer(nn.Module):
-    """A decoder block like the blocks of most models. Its time includes the operations other than matrix products."""
+    """A decoder block like the blocks of most models.
+
+    The measured time of the block includes operations other than matrix products.
+    """
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
@@ -202,7 +206,10 @@ class _Layer(nn.Module):
 
 
 def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:
-    """Return the FLOPs per second of a block's forward and backward, counted as in cli/planning/model.py."""
+    """Return the FLOPs per second of a block's forward and backward.
+
+    The FLOPs are counted as in cli/planning/model.py.
+    """
     heads = max(width // _HEAD_WIDTH, 1)
     width = heads * (width // heads)
     layer = _Layer(width, inner, heads).to(device, dtype)

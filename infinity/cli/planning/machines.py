@@ -1,6 +1,6 @@
-"""Machines other than this machine, for `infinity plan --machine` and bench/simulation.
+"""Other machines, for which `infinity plan --machine` and bench/simulation make predictions.
 
-The table names the source of every rate. A rate was measured by this project only if its source says that.
+The table names the source of every rate. Only rates whose source says so were measured by this project.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OURS = {
 
 
 SYSTEM_BYTES = 6 << 30
-"""RAM that is reserved on another machine: for the system, and for a process with torch and a GPU's context."""
+"""Bytes of RAM that infinity cannot use on another machine. The system, torch and a GPU context need this memory."""
 
 
 def _machine(

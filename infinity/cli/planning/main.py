@@ -1,4 +1,4 @@
-"""`infinity plan`: the command, from its options to the report."""
+"""`infinity plan`: the command, which reads the options and prints the report."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def plan(found: argparse.Namespace) -> int:
     """Print the plan. Return the exit code: 1 if the model does not fit.
 
     Args:
-        found: the parser's result.
+        found: the parsed arguments of the command line.
 
     Raises:
-        ConfigError, ModelError: the options, the config or the model are not usable.
+        ConfigError, ModelError: the options, the swap config or the model cannot be used.
     """
     options = options_of(PlanOptions, found)
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -89,7 +89,7 @@ def _device(options: PlanOptions) -> torch.device:
 
 
 def _dtype(options: PlanOptions, device: torch.device) -> str:
-    """Return the name of the dtype that `infinity finetune` would use."""
+    """Return the name of the dtype that `infinity finetune` would use with these options."""
     return options.dtype or default_dtype(device.type).name
 
 
@@ -155,7 +155,7 @@ def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConf
 
 
 def _config(options: PlanOptions) -> SwapConfig:
-    """Return the swap config with the changes of the command line."""
+    """Return the swap config, changed by the options of the command line."""
     changes = dict(map(_pair, options.set))
     if options.swap_dir:
         changes["nvme.paths"] = [str(path) for path in options.swap_dir]
@@ -167,7 +167,7 @@ def _config(options: PlanOptions) -> SwapConfig:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """Parse a pair such as 'moments=int8'. Raises ConfigError."""
+    """Parse a pair such as 'moments=int8'. Raise ConfigError if the text is not such a pair."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise ConfigError(f"--set {quoted(text)}: write KEY=VALUE, such as moments=int8 or memory.host=48GiB")
@@ -176,7 +176,10 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def on_machine(machine: Machine, config: SwapConfig) -> SwapConfig:
-    """Return the config with the memory, cores and disks of another machine, unless the config sets them."""
+    """Return the swap config for another machine.
+
+    Memory, cores and disks that the swap config does not set are the machine's.
+    """
     changes: dict[str, Any] = {}
     if config.memory.host is None:
         changes["memory.host"] = int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)

@@ -1,4 +1,4 @@
-"""The model of a plan: its units, and the computation of a step."""
+"""The model for which a plan is made, and the computation of one step of the model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ from infinity.state.codec import Codec
 from infinity.state.frozen_codecs import remember
 
 _LOGITS_BYTES = 1 << 30
-"""Upper bound of the bytes of a chunked loss: some rows of the vocabulary in fp32, and their gradients."""
+"""Upper bound of the bytes of memory for a loss that is computed in chunks.
+
+The logits of one chunk are in memory in fp32, with their gradients.
+"""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of the field with the number of experts in configurations of mixtures."""
+"""Names that configurations of mixtures of experts have for the field with the number of experts."""
 _BLOCK_WIDTHS = 8
-"""Number of activations of hidden width in a block while it is recomputed: norms, queries, outputs of attention and
-residuals.
+"""Number of tensors of the hidden width that exist while a block is recomputed.
+
+They are norms, queries, outputs of attention and residuals.
 """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one step: sequences of a micro-batch, their length, micro-batches of a pass, and passes."""
+    """The batch of one step: sequences per micro-batch, their length, micro-batches per pass, and passes per step."""
 
     sequences: int
     length: int
@@ -41,23 +45,23 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a micro-batch."""
+        """Number of tokens in a micro-batch."""
         return self.sequences * self.length
 
     @property
     def count(self) -> int:
-        """Number of micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return self.micro_batches * self.passes
 
 
 def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Build the model without values, on the meta device.
+    """Build the model on the meta device, so that its parameters have no values.
 
     Args:
-        name: a preset, a directory with at least a config.json, or a hub id (as for `infinity finetune --model`); from
+        name: a preset, a directory with at least a config.json, or a hub id as for `infinity finetune --model`. From
             the hub only the configuration is downloaded.
         dtype: dtype of the weights.
-        trust_remote_code: run the Python files that come with the model.
+        trust_remote_code: whether to run the Python files that come with the model.
         revision: revision of the hub's model.
 
     Raises:
@@ -91,7 +95,7 @@ def _require_place(name: str) -> None:
 
 
 def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """Build a causal language model from its configuration, without values.
+    """Build a causal language model from its configuration. Its parameters have no values.
 
     Args:
         name: the user's name of the model, for errors.
@@ -108,7 +112,7 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
         warnings.simplefilter("ignore")
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a model's own code may raise any exception
+        except Exception as error:  # the model's own code may raise any exception
             if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
@@ -119,7 +123,7 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
     """Mark the linear layers of the model's blocks as encoded in the checkpoint.
 
-    Layers whose names contain one of the `skipped` parts are not encoded; transformers does not encode these layers,
+    A layer is not encoded if its name contains one of the strings in `skipped`, because transformers does not encode it
     either.
     """
     left_out = {module for name, module in model.named_modules() if any(f".{part}." in f".{name}." for part in skipped)}
@@ -134,9 +138,9 @@ def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> N
 
 
 def adapt(model: nn.Module, rank: int) -> None:
-    """Freeze a model and add PEFT's adapters as --lora does.
+    """Freeze a model and add the adapters that --lora would add.
 
-    PEFT adds adapters to linear layers, and to stacks of experts, which PEFT treats as linear layers.
+    PEFT adds adapters to linear layers. PEFT also adds adapters to stacks of experts, which it treats as linear layers.
 
     Raises:
         ConfigError: PEFT is not installed, or the model has no such layers.
@@ -156,7 +160,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     except ValueError as error:
         raise ConfigError(f"--lora: PEFT finds no layers for adapters ({raised(error)})") from error
     for parameter in model.parameters():
-        if parameter.requires_grad:  # PEFT creates them in fp32 on the meta device
+        if parameter.requires_grad:  # PEFT creates the adapters in fp32 on the meta device
             parameter.data = parameter.to(dtype)
 
 
@@ -169,19 +173,19 @@ def _linears(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that determine its work.
+    """The sizes of a model that determine the computation of a step.
 
     Attributes:
-        products: elements of the weights by which a token is multiplied.
-        trained: elements of those weights that are trained.
+        products: number of elements of all weights by which the activations of a token are multiplied.
+        trained: number of those elements that are trained.
         blocks: number of blocks.
         width: width of the activations between blocks.
         inner: largest width inside a block.
-        attention: width of a block's queries, as attention computes with them (`_attention_width`).
+        attention: width of a block's queries (see `_attention_width`).
         words: size of the vocabulary.
-        itemsize: bytes of a weight.
-        stacks: elements of a block's stacks of experts with adapters. In the forward, PEFT adds the adapters to a copy
-            of the stacks.
+        itemsize: bytes of one element of a weight.
+        stacks: number of elements of a block's stacks of experts, if the stacks have adapters. In the forward, PEFT
+            adds the adapters to a copy of the stacks, which needs memory.
     """
 
     products: float
@@ -198,7 +202,7 @@ class Shape:
 def shape_of(model: Any) -> Shape:
     """Return the shape of a model.
 
-    The shape counts matrix products and attention; embedding lookups count as no work.
+    Matrix products and attention count as work. Lookups in an embedding do not count.
     """
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     linears = (each for each in model.modules() if isinstance(each, nn.Linear))
@@ -226,11 +230,11 @@ def shape_of(model: Any) -> Shape:
 
 
 def _stacks(model: nn.Module) -> int:
-    """Return the maximum of Shape.stacks over the blocks."""
+    """Return Shape.stacks of the block with the largest stacks."""
     found: Counter[nn.Module] = Counter()
     layer: Any
     for layer in model.modules():
-        if (key := getattr(layer, "parameter_name", None)) is not None:  # a ParamWrapper of PEFT
+        if (key := getattr(layer, "parameter_name", None)) is not None:  # the module is a ParamWrapper of PEFT
             base = layer.get_base_layer()
             found[base] += base.get_parameter(key).numel()
     return max(found.values(), default=0)
@@ -244,7 +248,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
     backward = again + (2 * shape.products + 2 * shape.trained + 2 * attention) * batch.tokens * batch.count
     kept = shape.itemsize * shape.blocks * batch.tokens * shape.width * (batch.micro_batches if vertical else 1)
     block = shape.itemsize * batch.tokens * (_BLOCK_WIDTHS * shape.width + 3 * shape.inner)
-    stacks = shape.itemsize * shape.stacks  # the gradients of the stacks take as many bytes
+    stacks = shape.itemsize * shape.stacks  # the gradients of the stacks need the same number of bytes
     if not recompute:
         kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
@@ -259,7 +263,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
 def _attention_width(model: Any, width: int) -> float:
     """Return the width of a block's queries.
 
-    This width stands for the two products of attention per token; half of each product is masked.
+    From this width follows the work of attention's two matrix products per token. Half of each product is masked.
 
     Args:
         model: the model.
@@ -271,13 +275,13 @@ def _attention_width(model: Any, width: int) -> float:
     heads = getattr(config, "num_attention_heads", None) or 0
     each = getattr(config, "head_dim", None) or (width // heads if heads else 0)
     rope = getattr(config, "qk_rope_head_dim", None)
-    if rope:  # latent attention, whose values are narrower than its queries
+    if rope:  # in latent attention the values are narrower than the queries
         each = (getattr(config, "qk_nope_head_dim", 0) + rope + getattr(config, "v_head_dim", each)) / 2
     return float(heads * each or width)
 
 
 def _blocks(model: nn.Module) -> int:
-    """Return the length of the longest list of blocks. A list inside a block is not a list of blocks."""
+    """Return the number of blocks: the length of the longest module list that is not inside a block."""
     lists: list[int] = []
 
     def walk(module: nn.Module) -> None:
@@ -292,7 +296,7 @@ def _blocks(model: nn.Module) -> int:
 
 
 def _active_share(model: Any) -> float:
-    """Return the share of a mixture's experts that a token uses."""
+    """Return the fraction of the experts in a mixture that one token uses."""
     config = getattr(model, "config", None)
     used = getattr(config, "num_experts_per_tok", None)
     there = next((found for key in _EXPERTS if (found := getattr(config, key, 0))), 0)

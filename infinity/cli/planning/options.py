@@ -34,7 +34,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """The machine to plan for; by default this machine."""
+    """The machine to plan for. The default is this machine."""
 
     machine: str | None = argument("another machine, with rates from data sheets", types.word, choices=MACHINES)
     cpu: bool = argument("plan for the CPU even if there is a GPU")
@@ -43,7 +43,7 @@ class PlannedMachine:
 
 @dataclass(frozen=True)
 class Training:
-    """The training."""
+    """The sizes and options of the training."""
 
     batch_size: int = argument("sequences per micro-batch (default 1)", types.whole(1, types.TOKENS_MAX), 1)
     sequence_length: int = argument("tokens per sequence (default 1024)", types.whole(1, types.TOKENS_MAX), 1024)

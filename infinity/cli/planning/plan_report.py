@@ -24,12 +24,12 @@ _DAYS_SHOWN = 10 * 365
 
 
 def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> str:
-    """Return the report. The lines of the report are in the order in which a user decides."""
+    """Return the report. Lines that a user needs first, such as whether the model fits, come first."""
     return "\n".join(_lines(scenario, outcome, alternatives))
 
 
 def verdict(scenario: Scenario, outcome: Outcome) -> str:
-    """Return one line: whether the model fits, how fast it trains, and how much it wears the drives."""
+    """Return one line that says whether the model fits, how fast it trains, and how much it wears the drives."""
     prediction, machine = outcome.prediction, scenario.machine
     tokens = outcome.work.tokens * scenario.ranks
     if not outcome.activations_fit:
@@ -192,7 +192,7 @@ def duration(seconds: float) -> str:
 
 
 def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> dict[str, Any]:
-    """Return all contents of the report, in bytes and seconds."""
+    """Return all contents of the report as JSON values. Sizes are in bytes, times in seconds."""
     prediction, plan = outcome.prediction, outcome.plan
     moved = prediction.moved
 

@@ -1,12 +1,12 @@
-"""The predicted time of a step, from the bytes that it moves, its computation, and the rates of a machine.
+"""Prediction of a step's time from the bytes that the step moves, its computation, and the rates of a machine.
 
 [Note: how a step is predicted]
-Each resource has an amount of work in a step: the disks, the links to and from the device, the processor, memory, and
-the device. The processor's work is Adam, landing of gradients and checksums; without a device it is also forward,
-backward and decoding. If updates run in parallel with the passes, a step takes slightly longer than its busiest
-resource needs, because the resources never overlap completely (`OVERLAPPED`). With `overlap: off` the updates follow
-the passes; the step takes the time of the busiest resource in the passes plus the time of the busiest resource in the
-updates.
+The resources of a machine are the disks, the links to and from the device, the processor, memory, and the device. In a
+step, each resource has an amount of work. The processor computes Adam and checksums, and adds up landing gradients. If
+there is no device, the processor also computes forward, backward and decoding. If updates run in parallel with forward
+and backward, a step takes slightly longer than its busiest resource needs, because the resources never overlap
+completely (`OVERLAPPED`). With `overlap: off` the updates run after forward and backward. The step then takes the time
+of the busiest resource in forward and backward, plus the time of the busiest resource in the updates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from infinity.plan.link_traffic import LinkBytes
 from infinity.plan.plan import Plan
 
 OVERLAPPED = 1.08
-"""Ratio of a step's time to the time of its busiest resource; measurements on the CPU gave 1.05 to 1.15
-(bench/results)."""
+"""Ratio of a step's time to the time that its busiest resource needs.
+
+Measurements on the CPU gave 1.05 to 1.15 (bench/results).
+"""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class Work:
     Attributes:
         flops: FLOPs of forward and backward of all micro-batches.
         tokens: tokens of all micro-batches of this process.
-        landings: number of times that each gradient lands; landings that are added to earlier gradients count, too.
-        peak_bytes: maximum of device memory in addition to slots. The maximum includes the activations that are kept
-            between forward and backward, for all micro-batches that pass a unit together.
+        landings: number of times that a gradient of each parameter lands in one step.
+        peak_bytes: maximum bytes of device memory that a step needs in addition to slots. These include the activations
+            that are kept between forward and backward, for all micro-batches of a pass.
     """
 
     flops: float
@@ -48,10 +50,10 @@ class Prediction:
 
     Attributes:
         seconds: seconds of the step.
-        busy: seconds that each resource needs on its own, by name: compute, disk, processor, memory, up, down, between.
-            Resources without work are left out.
+        busy: seconds that each resource needs for its work, by name: compute, disk, processor, memory, up, down,
+            between. Resources without work are left out.
         compute_s: seconds of forward and backward, on the device or on the processor.
-        moved: the bytes on which the prediction is based.
+        moved: bytes that the step moves, on which the prediction is based.
     """
 
     seconds: float
@@ -66,14 +68,14 @@ class Prediction:
 
 
 def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, checksums: bool = True) -> Prediction:
-    """Predict a step of one process of the plan. `plan.peers.on_machine` processes share the machine.
+    """Predict the time of a step of one process. The machine is shared by `plan.peers.on_machine` processes.
 
     Args:
         plan: the plan.
         work: the computation of a step.
         machine: rates of the machine.
         clips: whether gradients are clipped in most steps.
-        checksums: whether data to and from the store has checksums, as in the swap config.
+        checksums: whether checksums are computed for all data to and from the store, as the swap config says.
     """
     moved = plan.forecast.moved_clipping if clips else plan.forecast.moved
     ranks = plan.peers.on_machine
@@ -90,7 +92,7 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
 
 
 class _Share:
-    """The share of a machine that one of `ranks` processes gets, and the time for which a step occupies this share."""
+    """The share of a machine that one of `ranks` processes has, with the times for which a step occupies this share."""
 
     def __init__(self, plan: Plan, machine: Machine, ranks: int) -> None:
         self._plan, self._machine, self._ranks = plan, machine, ranks
@@ -98,8 +100,8 @@ class _Share:
     def disk(self, read: float, written: float) -> float:
         """Return the seconds that the disks need to read and write these numbers of bytes.
 
-        Equal numbers of bytes are read and written at the same time, at the mixed rate. The remaining bytes are only
-        read, or only written, at the rate of reads or writes.
+        As long as there are bytes to read and bytes to write, both run at the same time at the mixed rate. The
+        remaining bytes are read at the read rate, or written at the write rate.
         """
         machine, mixed = self._machine, min(read, written)
         by_turns = read / machine.disk_read + written / machine.disk_write
@@ -107,10 +109,10 @@ class _Share:
         return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
     def passes(self, moved: LinkBytes, work: Work) -> dict[str, float]:
-        """Return the seconds that forward and backward occupy each resource."""
+        """Return the seconds for which forward and backward occupy each resource."""
         machine, cores = self._machine, self._of_cores
-        # If several micro-batches pass a layer together, each has its own gradients, unless the gradients are added up
-        # first.
+        # If several micro-batches go through a layer in one pass, each has its own gradients, except if they are added
+        # up on the device.
         passes = max(self._plan.forecast.passes, 1)
         landings = 1.0 if self._plan.budgets.ring.adds_up else work.landings / passes
         landed = self._plan.layout.trainable_numel * landings * passes
@@ -142,8 +144,8 @@ class _Share:
         }
 
     def _of_cores(self, seconds: float) -> float:
-        """Return how long a rank's work takes.
+        """Return the seconds that a rank's work takes on the cores.
 
-        All cores together would take `seconds`, but the ranks share the cores.
+        All cores together would need `seconds`, but the ranks share the cores.
         """
         return self._ranks * seconds

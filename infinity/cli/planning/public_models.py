@@ -1,4 +1,4 @@
-"""Public models by name: their published configurations, from which transformers builds the models.
+"""Published configurations of public models, by name. transformers builds the models from these configurations.
 
 This module imports neither torch nor transformers.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """A model without its weights.
+    """The configuration of a public model, without weights.
 
     Attributes:
         kind: `model_type` of transformers.
-        source: publication of the shape.
+        source: publication that contains the configuration.
         values: values of its configuration.
     """
 
@@ -25,7 +25,7 @@ class Preset:
 
 
 def _llama(kind: str, layers: int, hidden: int, inner: int, heads: int, words: int, source: str) -> Preset:
-    """Return a preset with eight heads of width 128 for keys and values."""
+    """Return a preset of a Llama with eight heads of width 128 for keys and values."""
     values = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": words}
     values |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
     return Preset(kind, source, values | {"tie_word_embeddings": False})

@@ -7,26 +7,30 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of operations that run alone, in bytes per second, parameters per second or FLOPs per second.
+    """Rates of a machine's operations, each of which runs alone. The units are bytes, parameters or FLOPs per second.
 
     Attributes:
         cores: number of cores, which forward, backward and the update share.
-        dram: bytes per second, read and written.
-        disk_read, disk_write: rates of all disks together.
-        disk_mixed: rate of mixed reads and writes, relative to the rate of reads and writes one after the other.
-        adam: parameters per second in memory, by the moments' form, with all cores.
-        checksums: bytes per second, with all cores.
-        land: parameters per second of gradients that land: they are copied (on a CPU) and their squares are summed.
-        flops: FLOPs per second of forward and backward, for each device.
+        dram: bytes per second that the memory reads and writes together.
+        disk_read, disk_write: bytes per second of all disks together.
+        disk_mixed: rate of mixed reads and writes, divided by the rate of the same reads and writes one after the
+            other.
+        adam: parameters per second that all cores update in memory, by the form of the moments.
+        checksums: bytes per second of which all cores compute checksums.
+        land: gradients per second that land. A landing gradient is copied, if the model computes on the CPU, and its
+            squares are summed.
+        flops: FLOPs per second of forward and backward on one device.
         decode: encoded parameters per second on the processor, with all cores; 0: unknown.
-        up, down: rates of a GPU's link; 0 if the device is the CPU.
-        host_bytes: RAM of the machine.
-        device_bytes: memory of each device.
-        disk_bytes: free space on all disks together.
+        up, down: bytes per second to and from a GPU; 0 if the device is the CPU.
+        host_bytes: bytes of RAM of the machine.
+        device_bytes: bytes of memory of each device.
+        disk_bytes: free bytes on all disks together.
         disks, gpus: number of disks and of devices.
-        endurance_bytes: rated bytes written to all disks together over their life; 0: unknown.
-        between: bytes per second that a device gets from the other devices; 0: there are none.
-        sources: source of each rate, by name: "measured ...", "profiled ..." or, with any other beginning, assumed.
+        endurance_bytes: bytes that may be written to all disks together over their life, as their vendor rates them; 0:
+            unknown.
+        between: bytes per second that a device receives from the other devices; 0 if there are no others.
+        sources: source of each rate, by name of the rate. A source that begins neither with "measured" nor with
+            "profiled" is an assumption.
     """
 
     name: str
@@ -57,8 +61,10 @@ class Machine:
 
 
 ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}
-"""Bytes of DRAM traffic per parameter: reads and writes of weight, residual and moments, and a read of 2 bytes of
-gradient (bench/results/README.md, "The optimizer's pass in memory").
+"""Bytes of DRAM traffic per parameter of an update.
+
+Weight, residual and moments are read and written, and 2 bytes of gradient are read (bench/results/README.md, "The
+optimizer's pass in memory").
 
 An int8 moment takes 1.03 bytes, including its scale.
 """

@@ -1,4 +1,4 @@
-"""A model, a swap config and a machine, with the plan and the times that follow from them."""
+"""A scenario: a model, a swap config and a machine. From a scenario follow a plan and the times of a step."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from infinity.state.terms import Terms
 from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
 
 GAIN_MIN = 0.02
-"""Minimum share of the step's time that an alternative must save to be shown."""
+"""An alternative is shown only if it saves at least this share of the step's time."""
 _ALTERNATIVES = 3
 _TOKENS_MAX = 1 << 24
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for one config.
+    """The plan and the predicted times for one swap config.
 
     Attributes:
         prediction: the predicted time of a step.
-        activation_room: memory for activations, in addition to slots and gradients.
+        activation_room: bytes of memory that the plan leaves for activations.
     """
 
     config: SwapConfig
@@ -57,7 +57,10 @@ class Outcome:
 
 
 class Alternative(NamedTuple):
-    """Another config and its result. `changes` are keys of the swap config and their values."""
+    """Another swap config and its outcome.
+
+    `changes` has the keys that differ from the original swap config, with their values.
+    """
 
     changes: Mapping[str, Any]
     outcome: Outcome
@@ -68,10 +71,10 @@ class Scenario:
     """The inputs of a plan.
 
     Attributes:
-        model: the model, on the meta device. Layers for which memory.device has no room are cut into tiles, as
-            infinity.offload does.
-        machine: rates and memory sizes of the machine. The budgets come from the config, and the free space on the
-            disks from `disks`.
+        model: the model, on the meta device. Layers for which memory.device has no room are divided into tiles, as in
+            infinity.offload.
+        machine: rates and memory sizes of the machine. The budgets come from the swap config, and the free space on the
+            disks comes from `disks`.
         disks: free space on the disks of one rank.
         ranks: processes on this machine that train together.
         clips: whether gradients are clipped in most steps.
@@ -88,17 +91,17 @@ class Scenario:
     clips: bool = False
 
     def outcome(self, config: SwapConfig | None = None) -> Outcome:
-        """Return the result for a config; the default is the scenario's config.
+        """Return the outcome for a swap config. The default is the scenario's own swap config.
 
         Raises:
             PlanError: the model does not fit.
-            ConfigError: the config is invalid.
+            ConfigError: the swap config is invalid.
         """
         config = self.config if config is None else config
         try:
             plan = self._plan(config, self._found(config))
         except DeviceRoomError as error:
-            if config is not self.config:  # another config is only tried, so the model must not change
+            if config is not self.config:  # the other swap config is only tried, so the model must not change
                 return replace(self, model=copy.deepcopy(self.model), config=config).outcome()
             if not self._tile(error, config):
                 raise
@@ -109,7 +112,7 @@ class Scenario:
         room = plan.budgets.limits.device - plan.device_bytes
         if plan.budgets.decoding_bytes:
             room -= DEVICE_SCRATCH_BYTES
-        if self._in_ram:  # activations in RAM are not limited by memory.device
+        if self._in_ram:  # memory.device does not limit activations that are kept in RAM
             room = self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
         return Outcome(config, plan, work, prediction, room)
@@ -137,7 +140,7 @@ class Scenario:
     def _require_disks(self, plan: Plan, config: SwapConfig) -> None:
         """Raise PlanError if the disks have no room for the swap file."""
         if not self.config.nvme.paths:
-            return  # a proposal's paths, which do not exist
+            return  # the paths are an example in a proposal, and do not exist
         free = self.disks.room_bytes if self.disks.free_bytes is None else self.disks.free_bytes
         if (needed := plan.layout.swap.nbytes) > free:
             each = f" of each of the {self.ranks} ranks" if self.ranks > 1 else ""
@@ -163,7 +166,7 @@ class Scenario:
         )
 
     def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
-        """Cut the layers for which memory.device has no room into tiles. Return whether the layers fit after that."""
+        """Divide the layers for which memory.device has no room into tiles. Return whether the layers then fit."""
         from infinity.runtime.auto_tile import tile_to_fit
 
         def plan(model: Any) -> Plan:
@@ -176,14 +179,15 @@ class Scenario:
 
     @property
     def tiled(self) -> Mapping[str, int]:
-        """Layers that run in tiles, each with its number of tiles."""
+        """The layers that run in tiles, by name, each with its number of tiles."""
         layers = {name: getattr(module, "tiles", None) for name, module in self.model.named_modules()}
         return {name: len(tiles) for name, tiles in layers.items() if isinstance(tiles, list)}
 
     def _batch(self, config: SwapConfig) -> Batch:
-        """Return the batch for a config.
+        """Return the batch of a step for a swap config.
 
-        If `config` has `vertical` and the scenario's own config has not, all micro-batches of a step are in one pass.
+        If `config` says `vertical: true` and the scenario's own swap config does not, all micro-batches of a step are
+        in one pass.
         """
         if config.vertical and not self.config.vertical:
             return replace(self.batch, micro_batches=self.batch.count, passes=1)
@@ -213,7 +217,7 @@ class Scenario:
         return self._discoveries[key]
 
     def largest_batch(self, outcome: Outcome) -> int:
-        """Return the maximum number of sequences in a micro-batch whose activations fit; 0 if not even one fits."""
+        """Return the maximum number of sequences in a micro-batch whose activations fit. This may be 0."""
         return self.most_tokens(outcome) // self.batch.length
 
     def most_tokens(self, outcome: Outcome) -> int:
@@ -232,9 +236,9 @@ class Scenario:
         return low
 
     def roomier(self, outcome: Outcome) -> Iterator[Mapping[str, Any]]:
-        """Yield single changes of the config with which the activations fit.
+        """Yield changes of one key of the swap config after which the activations fit.
 
-        The changes are a larger memory.device, within the device's memory, and recomputation of activations.
+        The possible changes are a larger memory.device, up to the device's memory, and recomputation of activations.
         """
         most = 0 if self._in_ram else int(self.machine.device_bytes * DEVICE_SHARE)
         sizes = (outcome.plan.budgets.limits.device * tenths // 10 for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160))
@@ -246,7 +250,10 @@ class Scenario:
             yield from itertools.islice(fits, 1)
 
     def _with(self, changes: Mapping[str, Any]) -> Outcome | None:
-        """Return the result with these changes; None if the model does not fit or the changed config is invalid."""
+        """Return the outcome with these changes.
+
+        If the model does not fit or the changed swap config is invalid, return None.
+        """
         try:
             return self.outcome(with_changes(self.config, changes))
         except (PlanError, ConfigError):
@@ -265,7 +272,10 @@ class Scenario:
         return None
 
     def _memory_within(self) -> Mapping[str, Any]:
-        """Return budgets within the machine's memory; an empty mapping if the config's budgets already are."""
+        """Return budgets that fit in the machine's memory.
+
+        If the swap config's budgets already fit, return an empty mapping.
+        """
         given, there = self.config.memory, self.machine.host_bytes
         if (given.host or 0) + ((given.device or 0) if self._in_ram else 0) <= there:
             return {}
@@ -282,9 +292,11 @@ class Scenario:
         yield auto | {"moments": "int8"}
 
     def alternatives(self, outcome: Outcome) -> list[Alternative]:
-        """Return the configs of `choices` that are faster than this config: at most three, the fastest first.
+        """Return at most three swap configs of `choices` that are faster than this swap config.
 
-        Of two equally fast configs, the config with fewer changes comes first.
+        The fastest comes first.
+
+        If two swap configs are equally fast, the one with fewer changes comes first.
         """
         before = outcome.prediction.seconds
         found = []
@@ -296,7 +308,7 @@ class Scenario:
         return _without_idle_changes(found)[:_ALTERNATIVES]
 
     def choices(self) -> Iterator[Mapping[str, Any]]:
-        """Yield changes of the config that might help, in every combination."""
+        """Yield all combinations of changes of the swap config that might make a step faster."""
         config, trained = self.config, any(unit.trainable_groups for unit in self._found(self.config).units)
         options: list[list[Mapping[str, Any]]] = [[{}]]
         if config.weights != "auto" or config.optimizer != "auto":
@@ -322,9 +334,9 @@ class Scenario:
 
 
 def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
-    """Return the alternatives.
+    """Return the alternatives without those that have unnecessary changes.
 
-    Leave out an alternative if it has all changes of an earlier alternative and only adds others.
+    An alternative has unnecessary changes if it has all changes of an earlier alternative, and others.
     """
     kept: list[Alternative] = []
     for each in found:
@@ -334,7 +346,7 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
 
 
 def as_yaml(changes: Mapping[str, Any]) -> str:
-    """Return changes of a config as YAML in one line.
+    """Return changes of a swap config as YAML in one line.
 
     `changes` has the form of the argument `changes` of with_changes.
     """
@@ -343,14 +355,14 @@ def as_yaml(changes: Mapping[str, Any]) -> str:
 
 
 def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
-    """Return the config with other values.
+    """Return the swap config with some values changed.
 
     Args:
         config: the config.
-        changes: values by key; the key 'memory.host' is `host` in the section `memory`.
+        changes: new values by key. The key 'memory.host' means `host` in the section `memory`.
 
     Raises:
-        ConfigError: there is no such key, or the value is invalid.
+        ConfigError: a key does not exist, or a value is invalid.
     """
     return load_config(_nested(changes, config.model_dump(exclude_unset=True)))
 
@@ -369,12 +381,12 @@ def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any
 
 
 def compute_tokens(outcome: Outcome) -> float | None:
-    """Return the number of tokens per step from which computing is the bottleneck; None if it never is."""
+    """Return the number of tokens per step above which computing is the bottleneck. If it never is, return None."""
     busy, compute = outcome.prediction.busy, outcome.prediction.compute_s
     if not compute:
         return None
     others = max((seconds for name, seconds in busy.items() if name not in ("compute", "processor")), default=0.0)
     processor = busy.get("processor", 0.0)
-    # Without a device the processor computes, in addition to its other work.
+    # Without a device, the processor computes forward and backward in addition to its other work.
     others = max(others, processor) if "compute" in busy else max(others - (processor - compute), 0.0)
     return others / compute * outcome.work.tokens
