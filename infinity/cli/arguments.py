@@ -33,7 +33,8 @@ from infinity.sizes import THREADS_MAX
 def build_parser() -> Parser:
     parser = Parser(
         prog="infinity",
-        description="Full fine-tuning of models larger than memory: states on NVMe, moved just in time.",
+        description="Full fine-tuning of models that are larger than memory. The states are on NVMe, and are moved "
+        "just before they are needed.",
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -51,12 +52,15 @@ def build_parser() -> Parser:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="say whether, where and how fast a model will train, before a byte moves",
-        description="Needs no weights. Exit code 1 where the model does not fit; then a change of the swap config is "
-        "named with which it does.",
+        help="predict whether a model fits, where its states are placed and how fast it trains",
+        description="The weights of the model are not needed. Exit code 1: the model does not fit; the report then "
+        "names a change of the swap config with which the model fits.",
     )
     add_arguments(parser, PlannedModel)
-    add_arguments(parser.add_argument_group("the machine", "By default this one, measured now."), PlannedMachine)
+    add_arguments(
+        parser.add_argument_group("the machine", "The default is this machine, whose rates are measured now."),
+        PlannedMachine,
+    )
     add_arguments(parser.add_argument_group("the training"), Training)
 
 
@@ -65,44 +69,53 @@ class Generating:
     """The options of `infinity generate`."""
 
     model: str | None = argument("directory of a Hugging Face checkpoint, or a hub id", name)
-    revision: str | None = argument("of the hub's model: a branch, a tag or a commit", word)
+    revision: str | None = argument("revision of the hub's model: a branch, a tag or a commit", word)
     trust_remote_code: bool = argument(
-        "run the Python files that come with the model, where it needs them; by default they are not run"
+        "run the Python files that come with the model, if the model needs them; by default they are not run"
     )
-    config: Path | None = argument("swap config: where the weights live (YAML or JSON)", path)
-    prompt: str | None = argument("what the model goes on from; without it stdin is read", text)
-    system: str | None = argument("the system's message before it, where there is a chat template", text)
+    config: Path | None = argument("swap config: where the weights are kept (YAML or JSON)", path)
+    prompt: str | None = argument(
+        "text that the model continues; without this option the text is read from stdin", text
+    )
+    system: str | None = argument("system message before the prompt, if the tokenizer has a chat template", text)
     raw: bool = argument(
-        "give the prompt as it is; by default it is a user's message if the tokenizer has a chat template"
+        "pass the prompt to the model unchanged; by default the prompt is a user's message if the tokenizer has a chat "
+        "template"
     )
     max_tokens: int = argument("default 256", whole(1, TOKENS_MAX), 256, metavar="N")
     temperature: float = argument(
-        "draw tokens by their probability at temperature T; by default each is the likeliest one",
+        "draw each token by its probability at temperature T; by default each token is the likeliest one",
         number(1e-6, 1e3, or_zero=True),
         0.0,
         metavar="T",
     )
     top_p: float | None = argument(
-        "draw from the likeliest, P in sum", number(1e-6, 1), metavar="P", needs="temperature"
+        "draw from the likeliest tokens, whose probabilities add up to P",
+        number(1e-6, 1),
+        metavar="P",
+        needs="temperature",
     )
-    top_k: int | None = argument("draw from the K likeliest", whole(1, TOKENS_MAX), metavar="K", needs="temperature")
+    top_k: int | None = argument(
+        "draw from the K likeliest tokens", whole(1, TOKENS_MAX), metavar="K", needs="temperature"
+    )
     seed: int | None = argument("default 0", whole(0, SEED_MAX), needs="temperature")
     dtype: str | None = argument(f"of the weights ({DEFAULT_DTYPE})", word, choices=DTYPE_NAMES)
     frozen: str | None = argument(
-        "how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: as beside the "
-        "adapters when they were trained, else `frozen` of the swap config",
+        "form in which the weights of blocks are kept: 4 bits (nf4), 8 bits (int8), or their own form (bf16); default: "
+        "for adapters, the form in which the weights were kept when the adapters were trained; otherwise `frozen` of "
+        "the swap config",
         word,
         choices=FROZEN_NAMES,
     )
-    threads: int | None = argument("torch's compute threads; default: torch's choice", whole(1, THREADS_MAX))
-    verbose: bool = argument("log the plan, the engine and why it was chosen")
+    threads: int | None = argument("number of torch's compute threads; default: torch's choice", whole(1, THREADS_MAX))
+    verbose: bool = argument("log the plan, and the I/O engine with the reason why it was chosen")
 
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
-        help="let a model go on from a prompt, with its weights where the swap config says",
-        description="Prints what a causal language model writes, token by token.",
+        help="continue a prompt with a model whose weights are kept where the swap config says",
+        description="Prints the text of a causal language model, token by token.",
     )
     add_arguments(parser, Generating)
 
@@ -118,25 +131,26 @@ def _add_run(commands: Any) -> None:
         "--resume",
         type=path,
         metavar="FOLDER",
-        help="go on from the generation that this folder pins: for the first trainer.train() of a script, or a loop of "
-        "Accelerate, which calls accelerator.load_state(FOLDER). Scripts of Lightning name ckpt_path=",
+        help="resume from the generation that this checkpoint folder pins, in the first trainer.train() of the script, "
+        "or in a loop of Accelerate that calls accelerator.load_state(FOLDER). A script of Lightning gives "
+        "ckpt_path= instead",
     )
-    parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states live (YAML or JSON)")
-    parser.add_argument("script", type=path, metavar="SCRIPT", help="the script, as for python")
+    parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states are kept (YAML or JSON)")
+    parser.add_argument("script", type=path, metavar="SCRIPT", help="the script that python would run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
 
 
 def _add_checkpoint(commands: Any) -> None:
     parser = commands.add_parser(
-        "checkpoint", help="look at, check, copy or remove the generations in a swap directory"
+        "checkpoint", help="list, verify, export, unpin or remove the generations in a swap directory"
     )
     acts = parser.add_subparsers(dest="act", required=True)
     about = {
-        "list": "list the generations: step, time, size",
-        "verify": "read all generations and name what is damaged",
+        "list": "list the generations, with step, time and size",
+        "verify": "read all generations and name the damaged ones",
         "export": "write a portable copy of a generation: weights and optimizer states as safetensors",
-        "unpin": "let the generations go that checkpoint folders pin",
-        "remove": "delete all generations and free their space",
+        "unpin": "unpin generations that checkpoint folders pin",
+        "remove": "remove all generations and free their space",
     }
     for verb, told in about.items():
         act = acts.add_parser(verb, help=told, description=told)
@@ -146,38 +160,53 @@ def _add_checkpoint(commands: Any) -> None:
             act.add_argument(
                 "--step",
                 type=whole(1, STEPS_MAX),
-                help="this generation only (export: default the newest that is whole)",
+                help="only the generation of step N (default of export: the newest complete generation)",
             )
         if verb == "unpin":
             act.add_argument(
-                "--folder", type=path, action="append", help="this checkpoint folder; may be given several times"
+                "--folder",
+                type=path,
+                action="append",
+                help="a checkpoint folder whose generation is unpinned; may be given several times",
             )
-            act.add_argument("--all-gone", action="store_true", help="all folders that are not there any more")
+            act.add_argument(
+                "--all-gone",
+                action="store_true",
+                help="unpin the generations of all checkpoint folders that no longer exist",
+            )
         if verb == "remove":
             act.add_argument(
                 "--pinned",
                 action="store_true",
-                help="also where checkpoint folders pin generations: no run can go on from these folders then",
+                help="remove the generations even if checkpoint folders pin them; no run can then resume from these "
+                "folders",
             )
         if verb == "export":
-            act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
+            act.add_argument(
+                "--output",
+                type=path,
+                required=True,
+                help="directory for the exported checkpoint, which must be missing or empty",
+            )
 
 
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say whether this machine is ready, what is missing, and the command that mends it",
-        description="Looks at versions, memory, GPUs, disks and limits. Exit code 0: a run can work here; 1: something "
-        "is missing that it needs.",
+        help="report whether this machine is ready, what is missing, and the commands that repair it",
+        description="Checks versions, memory, GPUs, disks and limits. Exit code 0: a run can work on this machine; 1: "
+        "something that a run needs is missing.",
     )
-    parser.add_argument("config", type=path, nargs="?", metavar="SWAP_CONFIG", help="whose nvme.paths are looked at")
+    parser.add_argument(
+        "config", type=path, nargs="?", metavar="SWAP_CONFIG", help="swap config whose nvme.paths are checked"
+    )
     parser.add_argument(
         "--swap-dir",
         type=path,
         nargs="+",
         default=[],
         metavar="DIR",
-        help="directories, one per disk, to look at as well (default without a swap config: .)",
+        help="further directories to check, one per disk (default without a swap config: .)",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -191,16 +220,20 @@ def _add_doctor(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="make a swap config of a config of DeepSpeed or FSDP",
-        description="Makes a swap config of a DeepSpeed config or Trainer's --fsdp_config (JSON), or of a config file "
-        "of Accelerate that has one of both, and says what became of each of its keys.",
+        help="convert a config of DeepSpeed or FSDP to a swap config",
+        description="Converts a DeepSpeed config, a Trainer's --fsdp_config (JSON), or a config file of Accelerate "
+        "with keys of DeepSpeed or FSDP, to a swap config. The report says for each key how it was "
+        "converted.",
     )
-    parser.add_argument("input", type=path, metavar="CONFIG", help="that config, or Accelerate's config file")
+    parser.add_argument(
+        "input", type=path, metavar="CONFIG", help="the DeepSpeed config or FSDP config, or Accelerate's config file"
+    )
     parser.add_argument(
         "-o",
         "--output",
         type=path,
         metavar="FILE",
-        help="write the swap config there, and the report to stdout (default: to stdout, and the report to stderr)",
+        help="write the swap config to FILE, and the report to stdout (default: the swap config to stdout, and the "
+        "report to stderr)",
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE where it is there already")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists already")

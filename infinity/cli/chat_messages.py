@@ -64,7 +64,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     for other, key in _SHAREGPT.items():
         if key in message and other in message:
-            raise ConfigError(f"{where} has '{other}' and '{key}'; leave one of them")
+            raise ConfigError(f"{where} has '{other}' and '{key}'; remove one of the two")
         if other in message:
             message[key] = message.pop(other)
     if message.get("role") == "function_call":  # a pair in the form of LLaMA-Factory
@@ -76,7 +76,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     for key in ("role",) if calls and "content" not in message else ("role", "content"):
         if not isinstance(message.get(key), str):
             has = kind(message.get(key)) if key in message or key in given else "none"
-            raise ConfigError(f"{where} needs a '{key}' that is a string; it has {has}")
+            raise ConfigError(f"{where} needs a '{key}' that is a string; this one has {has}")
     unicode(f"{message.get('content')}{calls}", where)
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -89,13 +89,13 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """
     older, given = message.pop("function_call", None), message.pop("tool_calls", None)
     if older and given:
-        raise ConfigError(f"{where} has 'function_call' and 'tool_calls'; leave one of them")
+        raise ConfigError(f"{where} has 'function_call' and 'tool_calls'; remove one of the two")
     calls = []
     for call in listed([older] if older else given or [], f"{where}: 'tool_calls'"):
         call = call if isinstance(call, dict) and "function" in call else {"type": "function", "function": call}
         function = call["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ConfigError(f"{where}: a call needs a 'name' and 'arguments'; it has {quoted(function)}")
+            raise ConfigError(f"{where}: a call needs a 'name' and 'arguments'; this one has {quoted(function)}")
         arguments = function.get("arguments")
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else None
@@ -142,13 +142,14 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
         wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
         if any(each not in (0, 1) for each in wanted):
             raise ConfigError(
-                f"{where}[{index}]: 'weight' is 0 or 1, 'train' and 'loss' false or true; it has {quoted(wanted[0])}"
+                f"{where}[{index}]: 'weight' must be 0 or 1, 'train' and 'loss' must be false or true; this message "
+                f"has {quoted(wanted[0])}"
             )
         asked.append(all(map(bool, wanted)) if wanted else None)
         if asked[-1] and message["role"] != "assistant":
             raise ConfigError(
-                f"{where}[{index}]: 'weight' or 'train' asks to learn what the {message['role']} says, but only "
-                "the assistant's messages are learned. Remove it; --loss-on all learns whole conversations"
+                f"{where}[{index}]: 'weight' or 'train' asks to learn what the {message['role']} says, but only the "
+                "assistant's messages are learned. Remove the field; or give --loss-on all to learn whole conversations"
             )
     return asked
 

@@ -74,8 +74,8 @@ def _list_all(path: Path) -> int:
         steps = ", ".join(map(str, sorted(steps_of(path, count)))) or "none"
         pinned = any(pinned_in(each) for each in rank_paths(path, count) if each.is_dir())
         _say(
-            f"{path}: generations that all {count} ranks have: {steps}"
-            + (", besides generations that only checkpoint folders keep" if pinned else "")
+            f"{path}: generations that are complete on all {count} ranks: {steps}"
+            + (", but checkpoint folders pin older generations" if pinned else "")
         )
     return max(damaged)
 
@@ -89,18 +89,18 @@ def _list(path: Path) -> int:
     header = of_store.header
     _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
-        print("updated in place, without commits: nothing can be resumed")
+        print("the states are updated in place, without commits: no run can be resumed")
         return 0
     damaged = 0
     if not (path / SWAP_NAME).exists():
         damaged += 1
-        _say(f"damaged: {SWAP_NAME} is missing, so nothing can be resumed; `remove` deletes the rest")
+        _say(f"damaged: {SWAP_NAME} is missing, so no run can be resumed; `remove` deletes the other files")
     if of_store.rebuilt:
         damaged += 1
         _say(f"damaged: {of_store.rebuilt}")
     damaged += _list_generations(path, header.run)
     if not is_there(header, path):
-        _say(f"it was {header.members[header.member]} when the store was made: this is a copy, or the store was moved")
+        _say(f"its path was {header.members[header.member]} when the store was made: the store was copied or moved")
     if header.member:
         _say(
             f"part {header.member + 1} of {len(header.members)} of a store; its generations are in {header.members[0]}"
@@ -158,7 +158,7 @@ def _verify_store(store: SwapStore, step: int | None, memory: memoryview) -> int
             _say(f"{'newer' if isinstance(found, NewerVersionError) else 'damaged'}: {problem}")
         if not problems and isinstance(found, Manifest):
             nbytes = sum(extent.nbytes for extent in found.extents)
-            with_sums = "every byte as it was written" if found.sums is not None else "readable; it has no checksums"
+            with_sums = "every byte is as it was written" if found.sums is not None else "readable; it has no checksums"
             print(f"{of_rank}generation {number}: {format_bytes(nbytes)} in {len(found.extents)} extents, {with_sums}")
     if not checked:
         raise ResumeError(f"{path} has no generation{'' if step is None else f' {step}'} to verify")
@@ -196,9 +196,9 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
         load_tokenizer(model, trust_remote_code=False, **named).save_pretrained(directory)
     except ModelError as error:
         print(
-            f"warning: the copy has no tokenizer. {error}. Copy the tokenizer's files into the "
-            "copy, or give --model with "
-            "the directory of these files to a run that starts from the copy",
+            f"warning: the exported checkpoint has no tokenizer. {error}. Copy the tokenizer's files into its "
+            "directory, or give --model with the directory of these files to a run that starts from the exported "
+            "checkpoint",
             file=sys.stderr,
         )
 
@@ -294,8 +294,8 @@ def _refusal(
     if known:
         path, header = next(iter(known.items()))
         return ConfigError(
-            f"{path} is a part of a store: name the directories of all its {len(header.members)} parts. When the "
-            f"store was made, they were {' '.join(header.members)}."
+            f"{path} is a part of a store: name the directories of all its {len(header.members)} parts. When the store "
+            f"was made, they were {' '.join(header.members)}."
         )
     path, problem = next(iter(found.items()))
     return _nobody_knows(path, str(problem))
@@ -311,8 +311,8 @@ def _require_own(path: Path, header: Header) -> None:
     if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):
         return
     problem = (
-        f"there is no generation in the directory of {path / HEADER_NAME}, and nothing shows that "
-        f"{SWAP_NAME} belongs to this header"
+        f"the directory of {path / HEADER_NAME} has no generation, so nothing shows that {SWAP_NAME} belongs to this "
+        "header"
     )
     raise _nobody_knows(path, problem)
 

@@ -43,14 +43,14 @@ _LEFT_OUT = {
     "blank": ("documents left out, because they are blank", ""),
     "unanswered": (
         "examples left out, because they have no answer",
-        "Is there a message of the assistant, and does the chat template mark what it says?",
+        "Check that there are messages of the assistant, and that the chat template marks what the assistant says",
     ),
     "declined": (
         "examples left out, because all of their answers have 'weight': 0 (or 'train' or 'loss': false)",
-        "Give 1, or true, where an answer is to be learned",
+        "Give 1, or true, for each answer that the model should learn",
     ),
     "late": (
-        "examples left out, because their answer begins behind --sequence-length {length}",
+        "examples left out, because their answer begins after the first {length} tokens (--sequence-length)",
         "Give a larger --sequence-length",
     ),
     "same": ("pairs left out, because both answers are the same", "Give pairs of answers that differ"),
@@ -222,8 +222,8 @@ class PackedData:
             return f"{self.tokens} tokens of {_counted(len(self._ends), 'document')} in {form}{dropped}"
         used = sum(span.numel for span in self._spans)
         return (
-            f"{_counted(len(self._ends), 'example')} in {form}: {used} tokens, of which {self._learned()} are "
-            f"learned, and {self.sequences * self.sequence_length - used} of padding"
+            f"{_counted(len(self._ends), 'example')} in {form}: {used} tokens, of which {self._learned()} are learned, "
+            f"and {self.sequences * self.sequence_length - used} of padding"
         )
 
     def notes(self) -> list[str]:
@@ -238,7 +238,7 @@ class PackedData:
             more = f" and {len(self._unread) - _NAMED} more" if len(self._unread) > _NAMED else ""
             noted.append("fields of rows that are not read: " + ", ".join(quoted(name) for name, _ in most) + more)
         if self._tokenizer.eos_token_id is None and self._of_example.count(0) > 1:
-            noted.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
+            noted.append("the tokenizer has no end-of-text token, so no token separates one document from the next")
         return noted
 
     def _note(self, why: str) -> str:
@@ -345,20 +345,20 @@ class PackedData:
         if not self._ends:
             why = next((why for why in ("long", "same", "late", "declined", "unanswered") if self._counts[why]), "")
             if why:
-                raise ConfigError(f"{names}: nothing in it is learned: {self._note(why)}. {_LEFT_OUT[why][1]}")
-            nothing = self._why_left_out() or "everything in it is blank"
+                raise ConfigError(f"{names}: no row of it can be learned: {self._note(why)}. {_LEFT_OUT[why][1]}")
+            nothing = self._why_left_out() or "all of it is blank"
             raise ConfigError(f"{names}: there is no text in it ({nothing})")
         looked_at = self.tokens if self.has_examples or not self.sequences else self.sequences * self.sequence_length
         if self._first_known >= looked_at:
             raise ConfigError(
                 f"{names}: the model's tokenizer knows none of the text: all tokens (or all tokens in complete "
-                f"sequences of {self.sequence_length}) mean 'unknown' or 'end of text'. Is this the "
-                "model's own tokenizer?"
+                f"sequences of {self.sequence_length}) mean 'unknown' or 'end of text'. Is this the model's own "
+                "tokenizer?"
             )
         if not self.sequences:
             raise ConfigError(
-                f"{names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
-                "text, or a smaller --sequence-length."
+                f"{names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more text, "
+                "or a smaller --sequence-length."
             )
 
     # -- examples -----------------------------------------------------------------------------------------------------

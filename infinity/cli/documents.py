@@ -38,8 +38,13 @@ _LIST_BYTES_MAX = 1 << 30
 _PIECE_BYTES = 1 << 20
 _OTHER_FORMATS = {
     (".feather",): "Give .parquet or .jsonl instead; pandas writes both",
-    (".gz", ".bz2", ".xz"): "Unpack it and give what is in it, or name it as what it is, such as .jsonl.gz or .txt.gz",
-    (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
+    (
+        ".gz",
+        ".bz2",
+        ".xz",
+    ): "Unpack the file and give its contents, or give the file a name that says its format, such as "
+    ".jsonl.gz or .txt.gz",
+    (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack the file and give its contents",
 }
 """Endings of files whose format infinity does not read, each with advice for the user."""
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -135,8 +140,8 @@ def documents(
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
         if method != "sft":
             raise ConfigError(
-                f"{printable(path)}: --method {method} learns rows with 'chosen' and 'rejected', and this is read as "
-                "text: give files of rows, such as .jsonl"
+                f"{printable(path)}: --method {method} learns rows with 'chosen' and 'rejected', but this file is read "
+                "as text: give files of rows, such as .jsonl"
             )
         yield _text_pieces(path)
         return
@@ -204,7 +209,7 @@ def _kind(path: Path) -> str:
         return getattr(error, "strerror", None) or str(error)
     if stat.S_ISDIR(mode):
         return "directory"
-    return "" if stat.S_ISREG(mode) else "not a regular file: write what it gives to a file first"
+    return "" if stat.S_ISREG(mode) else "not a regular file: write its contents to a file first"
 
 
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
@@ -260,7 +265,7 @@ def _opened(path: Path) -> IO[bytes]:
 def _other_format(path: Path, *, in_directory: bool = False) -> str:
     """Return '' if the file contains text or rows, and otherwise the reason why the file is not read."""
     if in_directory and _ending(path) == _LIST:
-        return "a .json file is read only where it is named itself"
+        return "a .json file is read only if --data names the file itself"
     known = any(_ending(path) in endings for endings in _OTHER_FORMATS)
     return f"a {path.suffix} file is not read" if known else ""
 
@@ -276,7 +281,7 @@ def _text_pieces(path: Path) -> Text:
         with io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
             for piece in pieces(file.read):
                 if "\0" in piece:
-                    raise NotTextError("it has NUL characters, as binary files and UTF-16 text do")
+                    raise NotTextError("it has NUL characters, so it is a binary file or UTF-16 text")
                 yield piece
     except UnicodeDecodeError:
         raise NotTextError("it is not UTF-8 text") from None
@@ -309,12 +314,14 @@ def _list(path: Path) -> list[Any]:
             content = _at_most(_LIST_BYTES_MAX, file)
         if content is None:
             raise ConfigError(
-                f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be read into "
-                "memory completely: give .jsonl instead, with one object per line"
+                f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and infinity reads .json "
+                "files into memory completely: give .jsonl instead, with one object per line"
             )
     except _DAMAGED as error:
         raise _unreadable(path, error) from error
-    found = _json(content.removeprefix(_BOM), printable(path), "a file with one object a line is called .jsonl")
+    found = _json(
+        content.removeprefix(_BOM), printable(path), "a file with one object per line must have the ending .jsonl"
+    )
     if not isinstance(found, list) or not found:
         raise ConfigError(f"{printable(path)}: a .json file needs a list of rows, [{{…}}, {{…}}]")
     return found
@@ -326,7 +333,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
             raise ConfigError(
-                f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; split it into several lines"
+                f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; divide its text among several lines"
             )
         record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
         if record is not None:
@@ -352,12 +359,12 @@ def _parse(line: bytes, where: str) -> Any:
         text = line.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the file, with "
-            "`iconv -t UTF-8 -f` and its encoding"
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the file, with `iconv -t "
+            "UTF-8 -f` and its encoding"
         ) from None
     if not text.strip():
         return None
-    record = _json(text, where, "each line is one object")
+    record = _json(text, where, "each line must be one object")
     if record is None:
         raise ConfigError(f"{where}: null instead of an object with a 'text' string or a 'messages' list")
     return record

@@ -29,7 +29,8 @@ from infinity.quoting import quoted
 DATA_HELP = (
     "text files; .jsonl, .json, .parquet and .csv files (.jsonl.gz, too) whose rows have text, messages, "
     "conversations, prompt and completion, or a question and an answer such as instruction and output; directories of "
-    "such files, or those that `datasets` saved. docs/finetune.md has all layouts and fields, and which are refused"
+    "such files, or those that `datasets` saved. docs/finetune.md has all layouts and fields, and says which are "
+    "refused"
 )
 _NAMES: dict[str, list[str]] = TABLE["names"]
 _SHAPES = (
@@ -78,7 +79,7 @@ def by_name(given: Sequence[str]) -> dict[str, str]:
     """
     named = dict(each.split("=", 1) for each in given)
     if len(named) < len(given):
-        raise ConfigError(f"--columns: a name is given twice in {' '.join(given)}; leave one of them")
+        raise ConfigError(f"--columns: a name is given twice in {' '.join(given)}; remove one of the two")
     return named
 
 
@@ -122,7 +123,7 @@ def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[st
     if form is None:
         keys = ", ".join(quoted(str(key)) for key in list(row)[:_KEYS_SHOWN]) or "nothing"
         raise ConfigError(
-            f"{where}: a row needs {_SHAPES}; this one has {keys}. --columns reads columns of other names"
+            f"{where}: a row needs {_SHAPES}; this one has {keys}. If its columns have other names, give --columns"
         )
     beside = {name: [each for each in has[name] if row[each] not in _NOTHING] for name in form["beside"]}
     found = {name: has[name] for name in form["of"]} | {name: each for name, each in beside.items() if each}
@@ -139,8 +140,8 @@ def _chosen(found: Mapping[str, list[str]]) -> str:
 
 def _both(where: str, one: str, other: str, found: Mapping[str, list[str]]) -> ConfigError:
     return ConfigError(
-        f"{where}: the row has both '{one}' and '{other}', which do not say the same; leave one of them, or name the "
-        f"columns to read, such as --columns {_chosen(found)}"
+        f"{where}: the row has both '{one}' and '{other}', which differ; remove one of the two, or name the columns to "
+        f"read, such as --columns {_chosen(found)}"
     )
 
 
@@ -151,8 +152,8 @@ def _require_learned_as_it_asks(
         for field in refused["fields"] if not {*form}.isdisjoint(refused.get("in", form)) else ():
             if row.get(field) not in _NOTHING:
                 raise ConfigError(
-                    f"{where}: has {quoted(field)}, which infinity does not obey: {refused['instead']}. To learn "
-                    f"the row without it, name the columns to read: --columns {_chosen(found)}"
+                    f"{where}: has {quoted(field)}, which infinity cannot obey: {refused['instead']}. To learn the row "
+                    f"without it, name the columns to read: --columns {_chosen(found)}"
                 )
     # in a row of text, the value 0 may be the label of a class
     said_no = () if form == ["text"] else (0, "0", "false", "False", "no")
@@ -160,8 +161,8 @@ def _require_learned_as_it_asks(
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):
             raise ConfigError(
-                f"{where}: {quoted(field)} is {quoted(asked)}, but infinity learns all rows with the same weight: "
-                "leave this row out"
+                f"{where}: {quoted(field)} is {quoted(asked)}, but infinity gives all rows the same weight: leave this "
+                "row out"
             )
 
 
@@ -192,7 +193,7 @@ def _mapped(
             trl |= {} if trl["chosen"][:1] == asked else {"prompt": asked}
         if len({type(each) for each in trl.values()}) > 1:
             names = " and ".join(f"'{found[name][0]}'" for name in form["trl"] if name in found)
-            raise ConfigError(f"{where}: {names} must all be strings, or all lists of messages")
+            raise ConfigError(f"{where}: {names} must all be strings, or must all be lists of messages")
         return trl
     calls = listed(row["answers"], f"{where}: 'answers', calls of tools,") if "calls" in found else None
     chat = chat or calls is not None or "history" in found
@@ -242,7 +243,7 @@ def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, foun
         if system.strip() and not chat:
             trl[name] = f"{system}\n\n{trl[name]}"
         elif system.strip() and any(message["role"] == "system" for message in trl[name]):
-            raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
+            raise ConfigError(f"{where}: has 'system' and also a system message; remove one of the two")
         elif system.strip():
             trl[name] = [{"role": "system", "content": system}, *trl[name]]
     if chat and "tools" in found:

@@ -199,9 +199,9 @@ def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     """
     paths = config.nvme.paths
     return StoreNotEmptyError(
-        f"{printable(paths[0])} holds the generations of an earlier run. To resume it: "
-        f"`{command('finetune', '--resume', paths[0])}`. To remove it: `{command('checkpoint', 'remove', *paths)}`. "
-        "Or name another directory in nvme.paths."
+        f"{printable(paths[0])} contains the generations of an earlier run. To resume it: "
+        f"`{command('finetune', '--resume', paths[0])}`. To remove it: `{command('checkpoint', 'remove', *paths)}`. Or "
+        "name another directory in nvme.paths."
     )
 
 
@@ -272,8 +272,8 @@ def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> O
     if done is not None and options.steps is not None and done >= options.steps:
         _require_new(options.output, config, done)
         print(
-            f"the run has done all of its {options.steps} steps: its model is written again (to go on, give a larger "
-            "--steps and another --output)",
+            f"the run has done all of its {options.steps} steps: its model is written again (to train further, give a "
+            "larger --steps and another --output)",
             flush=True,
         )
     directories = [path for path in options.data if path.is_dir()]
@@ -299,7 +299,7 @@ def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
         raise ConfigError(
             f"the run has done all of its {steps} steps, and {printable(output)} exists and is not an empty directory: "
             f"if it is the run's output, nothing is left to do, and `{remove}` frees the store. To write the model "
-            "again give another --output."
+            "again, give another --output."
         )
 
 
@@ -394,7 +394,9 @@ def _check(options: FinetuneOptions, config: SwapConfig) -> None:
             "leave them out, and give --gradient-accumulation"
         )
     if options.sequence_length < 2:
-        raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
+        raise ConfigError(
+            "--sequence-length must be at least 2, not 1: each token is predicted from the tokens before it"
+        )
     if (options.min_lr or 0.0) > options.lr:
         raise ConfigError(f"--min-lr is {options.min_lr:g}, but the rate falls from --lr {options.lr:g}")
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)

@@ -53,10 +53,10 @@ _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 class Role(Enum):
     """What a resumed run does with an option of the original run. An option without a role has the role TRAINING."""
 
-    PROCESS = "belongs to one process; a run does not keep it"
-    PLACE = "is kept; its files may have moved: text is compared by its tokens, a model by its layout"
-    MEANWHILE = "is kept, and may change: it decides nothing of the trained model"
-    TRAINING = "is kept, and may not change: it decides the bits of the result"
+    PROCESS = "belongs to one process; the run does not record the option"
+    PLACE = "is recorded; the files may have moved: a text is compared by its tokens, a model by its layout"
+    MEANWHILE = "is recorded, and may change, because it does not affect the trained model"
+    TRAINING = "is recorded, and may not change, because it affects the trained model"
 
 
 _PROCESS: dict[str, Any] = {"role": Role.PROCESS}
@@ -67,36 +67,45 @@ _MEANWHILE: dict[str, Any] = {"role": Role.MEANWHILE}
 @dataclass(frozen=True)
 class _WhatAndWhere:
     options: Path | None = argument(
-        "take options from a YAML file, such as `lr: 1e-5`; what the command line says goes before it",
+        "take options from a YAML file, such as `lr: 1e-5`; an option on the command line overrides the file",
         path,
         metavar="FILE",
         **_PROCESS,
     )
     model: str = argument("directory of a Hugging Face checkpoint, or a hub id", name, **_PLACE)
-    revision: str | None = argument("of the hub's model: a branch, a tag or a commit", word)
+    revision: str | None = argument("revision of the hub's model: a branch, a tag or a commit", word)
     trust_remote_code: bool = argument(
-        "run the Python files that come with the model, where it needs them; by default they are not run", **_PROCESS
+        "run the Python files that come with the model, if the model needs them; by default they are not run",
+        **_PROCESS,
     )
     data: list[Path] = argument(DATA_HELP, path, nargs="+", **_PLACE)
     columns: list[str] | None = argument(
-        "columns of the rows to read, and as what, such as instruction=title output=body; no others are read",
+        "columns of the rows to read, with the meaning of each, such as instruction=title output=body; other columns "
+        "are not read",
         column,
         nargs="+",
         metavar="NAME=COLUMN",
     )
     eval_data: list[Path] | None = argument(
-        "data as --data, for the loss on what is not trained on", path, nargs="+", excludes="eval_split", **_PLACE
+        "data for evaluation, in the forms of --data; the loss on this data is computed, but the model is not trained "
+        "on it",
+        path,
+        nargs="+",
+        excludes="eval_split",
+        **_PLACE,
     )
     eval_split: float | None = argument(
-        "hold a share of the sequences of --data out for that, such as 0.05", number(1e-6, 0.9), metavar="SHARE"
+        "share of the sequences of --data that are used for evaluation and not for training, such as 0.05",
+        number(1e-6, 0.9),
+        metavar="SHARE",
     )
     eval_steps: int | None = argument(
-        "every N steps; by default after the last step only", _STEPS, metavar="N", needs=_HELD_OUT
+        "evaluate after every N steps; by default only after the last step", _STEPS, metavar="N", needs=_HELD_OUT
     )
-    config: Path = argument("swap config: where states live (YAML or JSON)", path, **_PROCESS)
+    config: Path = argument("swap config: where states are kept (YAML or JSON)", path, **_PROCESS)
     output: Path = argument("directory for the trained model and the report", path, **_PLACE)
     from_checkpoint: Path | None = argument(
-        "go on with a run from the copy that `infinity checkpoint export` wrote to EXPORT_DIR, on any disks and with "
+        "resume a run from the checkpoint that `infinity checkpoint export` wrote to EXPORT_DIR, on any disks and with "
         "any swap config; the run's options need not be given again",
         path,
         metavar="EXPORT_DIR",
@@ -104,8 +113,8 @@ class _WhatAndWhere:
         **_PROCESS,
     )
     resume: str | None = argument(
-        "go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), and end in the bits "
-        "of a run that never stopped; the run's options need not be given again",
+        "resume the run whose generations are in SWAP_DIR (default: nvme.paths of the swap config); the result is bit "
+        "for bit that of a run that was not interrupted; the run's options need not be given again",
         name,
         nargs="?",
         const=False,  # an empty name is refused
@@ -113,8 +122,8 @@ class _WhatAndWhere:
         **_PROCESS,
     )
     keep_store: bool = argument(
-        "keep the generations of a run that has ended, so that it can go on later (--resume with more --steps); by "
-        "default they are removed once the output is complete on disk",
+        "keep the generations after the end of the run, so that the run can be continued later (--resume with a larger "
+        "--steps); by default they are removed when the output is complete on disk",
         **_MEANWHILE,
     )
 
@@ -122,8 +131,8 @@ class _WhatAndWhere:
 @dataclass(frozen=True)
 class _Training:
     method: str = argument(
-        "learn text and answers (sft, the default), or of two answers which is better: as a model that gives it (dpo), "
-        "or as a model that says how good an answer is (reward)",
+        "sft (default): learn text and answers; dpo: learn from pairs of answers to give the better one; reward: learn "
+        "from pairs of answers to rate an answer",
         word,
         "sft",
         choices=tuple(CONFIGS),
@@ -134,8 +143,8 @@ class _Training:
     epochs: int | None = argument("passes over the data, in place of --steps", _STEPS)
     batch_size: int = argument("sequences per micro-batch (default 1)", _TOKENS, 1)
     micro_batches: int = argument(
-        "micro-batches that go through one layer of the model before the next one, so that its weights are fetched "
-        "once for all (default 1); with --gradient-accumulation all of a step do",
+        "micro-batches that go through each layer together, so that the layer's weights are fetched only once for all "
+        "of them (default 1); with --gradient-accumulation, all micro-batches of a step do",
         _TOKENS,
         1,
         metavar="N",
@@ -143,24 +152,25 @@ class _Training:
     gradient_accumulation: int = argument("backward passes per step (default 1)", _TOKENS, 1)
     sequence_length: int = argument("tokens per sequence (default 1024)", _TOKENS, 1024)
     loss_on: Literal["answers", "all"] = argument(
-        "of rows with a prompt or messages: learn the completion, or what the assistant says (answers, the default), "
-        "or everything (all)",
+        "tokens that are learned in rows with a prompt or messages: the completion, or what the assistant says "
+        "(answers, the default), or all tokens (all)",
         word,
         "answers",
         choices=("answers", "all"),
         methods="sft",
     )
     no_packing: bool = argument(
-        "one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
+        "put only one row with a prompt or messages into each sequence; by default as many rows as fit are put into a "
+        "sequence, and do not attend to each other",
         methods="sft",
     )
     dtype: str = argument(
-        f"of the weights, whatever the checkpoint has ({DEFAULT_DTYPE}); with fp16 the loss is scaled",
+        f"dtype of the weights, which need not be the checkpoint's ({DEFAULT_DTYPE}); with fp16 the loss is scaled",
         word,
         choices=DTYPE_NAMES,
     )
     optimizer: OptimizerName = argument(
-        f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
+        f"default adamw; sgd has momentum {SGD_MOMENTUM}. for Lion, use a third to a tenth of the --lr for AdamW",
         word,
         "adamw",
         choices=OPTIMIZERS,
@@ -168,10 +178,14 @@ class _Training:
     lr: float = argument(
         "peak learning rate (default 1e-5, with --method dpo 1e-6; with --lora ten times that)", number(1e-12, 1e6)
     )
-    min_lr: float = argument("rate that the schedules linear and cosine fall to (default 0)", number(0, 1e6), 0.0)
-    beta1: float | None = argument("of Adam, AdamW and Lion (default 0.9)", number(0, 1 - 1e-9))
-    beta2: float | None = argument("of the same (default 0.999; Lion: 0.99)", number(0, 1 - 1e-9))
-    eps: float | None = argument("of Adam and AdamW (default 1e-8), and Adagrad (1e-10)", number(1e-30, 1))
+    min_lr: float = argument(
+        "learning rate at the end of the schedules linear and cosine (default 0)", number(0, 1e6), 0.0
+    )
+    beta1: float | None = argument("beta1 of Adam, AdamW and Lion (default 0.9)", number(0, 1 - 1e-9))
+    beta2: float | None = argument("beta2 of Adam, AdamW and Lion (default 0.999; Lion: 0.99)", number(0, 1 - 1e-9))
+    eps: float | None = argument(
+        "epsilon of Adam and AdamW (default 1e-8) and of Adagrad (default 1e-10)", number(1e-30, 1)
+    )
     schedule: str = argument(
         "schedule of the learning rate (default cosine): constant, linear, cosine, or another one of transformers, "
         "such as inverse_sqrt",
@@ -180,41 +194,47 @@ class _Training:
         choices=(*SCHEDULES, *_OTHER_SCHEDULES),
         metavar="NAME",
     )
-    warmup_steps: int = argument("steps in which the rate rises (default 0)", whole(0, STEPS_MAX), 0)
+    warmup_steps: int = argument(
+        "steps at the beginning in which the learning rate rises (default 0)", whole(0, STEPS_MAX), 0
+    )
     weight_decay: float = argument("default 0.01", number(0, 1e3), 0.01)
     max_grad_norm: float = argument(
-        "norm to clip to; 0: no clipping (default 1.0)", number(1e-12, 1e12, or_zero=True), 1.0
+        "maximum norm of the gradients, to which they are clipped; 0: no clipping (default 1.0)",
+        number(1e-12, 1e12, or_zero=True),
+        1.0,
     )
     seed: int = argument("default 0", whole(0, SEED_MAX), 0)
     threads: int | None = argument(
-        "torch's compute threads; default: torch's choice", whole(1, THREADS_MAX), **_PROCESS
+        "number of torch's compute threads; default: torch's choice", whole(1, THREADS_MAX), **_PROCESS
     )
-    verify_output: bool = argument("reload the result with plain transformers and compare logits", **_PROCESS)
+    verify_output: bool = argument(
+        "load the output with plain transformers, and compare its logits with those of the trained model", **_PROCESS
+    )
 
 
 @dataclass(frozen=True)
 class _PartOfTheModel:
     lora: int | None = argument(
-        "train adapters of rank R beside the model's linear layers, and nothing else (LoRA, by PEFT); the output is "
-        "the adapters, or with --merge one model",
+        "train only adapters of rank R, which PEFT adds to the model's linear layers (LoRA); the output is the "
+        "adapters, or with --merge one model",
         whole(1, LORA_MAX),
         metavar="R",
     )
     lora_alpha: float | None = argument(
-        "the adapters count A / R times (default 2 R)", number(1e-6, 1e6), metavar="A", needs="lora"
+        "the output of the adapters is multiplied by A / R (default 2 R)", number(1e-6, 1e6), metavar="A", needs="lora"
     )
     lora_dropout: float | None = argument(
-        "of what adapters see (default 0)", number(0, 0.99), metavar="P", needs="lora"
+        "dropout of the adapters' inputs (default 0)", number(0, 0.99), metavar="P", needs="lora"
     )
     lora_targets: list[str] | None = argument(
-        "layers that have adapters, such as q_proj v_proj (default: all linear ones but the head)",
+        "layers that get adapters, such as q_proj v_proj (default: all linear layers except the head)",
         text,
         nargs="+",
         metavar="NAME",
         needs="lora",
     )
     merge: bool = argument(
-        "write one model in place of the adapters: that which they are of, with them merged into it",
+        "write one model in place of the adapters: the base model, with the adapters merged into it",
         needs="lora",
         **_MEANWHILE,
     )
@@ -225,8 +245,8 @@ class _PartOfTheModel:
         metavar="PATTERN",
     )
     frozen: str | None = argument(
-        "how weights of blocks rest that are not trained: in 4 bits (nf4), in 8 (int8), or as they are (bf16); "
-        "default: `frozen` of the swap config",
+        "form in which weights of blocks that are not trained are kept: 4 bits (nf4), 8 bits (int8), or their own form "
+        "(bf16); default: `frozen` of the swap config",
         word,
         choices=FROZEN_NAMES,
     )
@@ -235,21 +255,22 @@ class _PartOfTheModel:
 @dataclass(frozen=True)
 class _WhileItTrains:
     save_every: int | None = argument(
-        "save the model after every N steps, as OUTPUT-steps/checkpoint-N, for use (a run goes on with --resume)",
+        "save a model that can be loaded after every N steps, in OUTPUT-steps/checkpoint-N (to resume the run, use "
+        "--resume)",
         _STEPS,
         metavar="N",
         **_MEANWHILE,
     )
     save_limit: int | None = argument(
-        "keep the newest K of these (default: all)", _STEPS, metavar="K", needs="save_every", **_MEANWHILE
+        "keep only the newest K of these models (default: all)", _STEPS, metavar="K", needs="save_every", **_MEANWHILE
     )
     save_best: bool = argument(
-        "keep the model with the lowest loss on held-out data, too; the run's last lines say which it is",
+        "also keep the model with the lowest held-out loss; the run's last lines say which model it is",
         needs=_HELD_OUT,
         **_MEANWHILE,
     )
     sample: list[str] | None = argument(
-        "after each evaluation, let the model go on from these",
+        "prompts that the model continues after each evaluation",
         text,
         nargs="+",
         metavar="PROMPT",
@@ -258,23 +279,23 @@ class _WhileItTrains:
         **_MEANWHILE,
     )
     sample_tokens: int | None = argument(
-        "for at most N tokens each (default 64)", _TOKENS, metavar="N", needs="sample", **_MEANWHILE
+        "maximum number of tokens of each sample (default 64)", _TOKENS, metavar="N", needs="sample", **_MEANWHILE
     )
 
 
 @dataclass(frozen=True)
 class _WhatIsSaid:
     log_every: int | None = argument(
-        "a line, and an entry of each --logger, every N steps", _STEPS, metavar="N", **_MEANWHILE
+        "print a line, and add an entry to each --logger, every N steps", _STEPS, metavar="N", **_MEANWHILE
     )
     logger: list[str] | None = argument(
-        f"where the figures of the steps go while it trains: any of {', '.join(LOGGERS)}; or none",
+        f"trackers that get the figures of the steps during the training: any of {', '.join(LOGGERS)}; or none",
         word,
         nargs="+",
         choices=(*LOGGERS, "none"),
         **_MEANWHILE,
     )
-    verbose: bool = argument("log the plan, the engine and why it was chosen", **_PROCESS)
+    verbose: bool = argument("log the plan, and the I/O engine with the reason why it was chosen", **_PROCESS)
     trace: Path | None = argument(
         "write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: compute, stalls by cause, fetches, "
         "gradients, updates, reads and writes of every unit",
@@ -305,17 +326,17 @@ class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _
 _GROUPS: dict[type, tuple[str, str | None]] = {
     _WhatAndWhere: ("what and where", None),
     _Training: ("training", None),
-    _PartOfTheModel: ("a part of the model", "By default all parameters are trained."),
-    _WhileItTrains: ("while it trains", None),
-    _WhatIsSaid: ("what is said of the run", None),
+    _PartOfTheModel: ("training a part of the model", "By default all parameters are trained."),
+    _WhileItTrains: ("during the training", None),
+    _WhatIsSaid: ("output about the run", None),
 }
 """Groups of options in the order of --help, with their titles and descriptions."""
 OF_TRAINER: dict[str, Any] = {
     "take": take,
     "renamed": OURS,
-    "epilog": "Every other field of TRL's SFTConfig (--method dpo: DPOConfig, reward: RewardConfig) is an option by "
-    "its own name, such as --neftune_noise_alpha 5 or --beta 0.2; so are those that have a short name here, such as "
-    "--learning_rate.",
+    "epilog": "Every other field of TRL's SFTConfig (--method dpo: DPOConfig, reward: RewardConfig) is also an option "
+    "under its own name, such as --neftune_noise_alpha 5 or --beta 0.2. A field that has a short name here "
+    "can be given under both names, such as --lr and --learning_rate.",
 }
 """Arguments for the constructor of a Parser that also accepts the fields of TRL's configs."""
 

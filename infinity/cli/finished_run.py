@@ -72,7 +72,10 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
         freed = _remove(run, paths)
     except (InfinityError, OSError) as error:
         again = command("checkpoint", "remove", *paths)
-        print(printable(f"warning: the finished run's store is kept: {error} Remove it with: {again}"), file=sys.stderr)
+        print(
+            printable(f"warning: the finished run's store was not removed: {error} Remove it with: {again}"),
+            file=sys.stderr,
+        )
         return
     print(printable(f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it)"))
 
@@ -122,11 +125,13 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
             f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
             f"output is no longer in {note.output}."
         )
-    print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
+    print(
+        printable(f"the run ended after step {note.steps}, and nothing is left to do. Its output is in {note.output}")
+    )
     if left and not options.keep_store:
         parts = members_of(left[0])
         freed = _remove(note.run, parts if left[0] == directory else [part.parent for part in parts])
-        print(printable(f"the rest of its store is removed, {format_bytes(freed)} freed"))
+        print(printable(f"the remaining files of its store are removed, {format_bytes(freed)} freed"))
     return True
 
 

@@ -77,7 +77,7 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
     most = _most(base, ids.shape[1], options.max_tokens, how)
     began = time.monotonic()
     with _offloaded(base, options, config, how) as model:
-        _say(f"the weights are in place after {time.monotonic() - began:.1f} s")
+        _say(f"the weights were loaded after {time.monotonic() - began:.1f} s")
         began, before = time.monotonic(), statistics(model).read_bytes
         written = write(
             model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
@@ -87,7 +87,7 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
         _say(
             f"{len(written)} tokens after {ids.shape[1]} of the prompt in {took:.1f} s, {len(written) / took:.2f} "
             f"tokens/s; {format_bytes(read)} read from the disks"
-            + ("" if any(token not in ends for token in written) else "; the model ended at once")
+            + ("" if any(token not in ends for token in written) else "; the model ended the text at once")
         )
     out.flush()
     return int(_lost(out) and not isinstance(out.failure, BrokenPipeError))
@@ -134,7 +134,7 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
     chat = bool(getattr(tokenizer, "chat_template", None)) and not options.raw
     if options.system is not None and not chat:
         why = "--raw passes the prompt unchanged" if options.raw else "the tokenizer has no chat template"
-        raise ConfigError(f"--system: the prompt has no place for a system message, because {why}")
+        raise ConfigError(f"--system: there is no place for a system message, because {why}")
     if chat:
         _say("the prompt is sent as a user message in the model's chat template (--raw passes it unchanged)")
     return prompt_ids(tokenizer, prompt, chat=chat, system=options.system)

@@ -184,8 +184,8 @@ def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
     batches = values["gradient_accumulation"] * ranks
     if batches % world.count:
         raise ConfigError(
-            f"the run that is resumed has {batches} batches a step, which {world} cannot share: start a number of "
-            f"ranks that divides {batches}"
+            f"the resumed run has {batches} batches in each step, which {world} cannot divide evenly: start a number "
+            f"of ranks that divides {batches}"
         )
     return values | {"gradient_accumulation": batches // world.count}
 
@@ -225,7 +225,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
         given = None if name in (*_LENGTH, "trainer") else _plain(getattr(options, name, None))
         if given is not None and given != values[name]:
             raise ConfigError(
-                f"{option(name)} is {_said(given)}, and the run that is resumed has {_said(values[name])}"
+                f"{option(name)} is {_said(given)}, but the resumed run has {_said(values[name])}"
                 + (shared if name == "gradient_accumulation" else "")
                 + ": leave it out, or begin a new run"
             )
@@ -245,8 +245,8 @@ def _require_same_fields(given: Given, kept: Given) -> None:
     for name, value in given.items():
         if value != kept.get(name):
             raise ConfigError(
-                f"{name} is {_said(value)}, and the run that is resumed has {_said(kept.get(name))}: leave it out, or "
-                "begin a new run"
+                f"{name} is {_said(value)}, but the resumed run has {_said(kept.get(name))}: leave it out, or begin a "
+                "new run"
             )
 
 
@@ -264,10 +264,11 @@ def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
     """
     steps = length["steps"]
     if steps is not None and steps < done:
-        raise ConfigError(f"--steps is {steps}, and the run that is resumed has done {done}: give as many, or more")
+        raise ConfigError(f"--steps is {steps}, but the resumed run has done {done} steps: give at least this number")
     was, now = _end_of(values), _end_of(length)
     print(
-        f"the run was begun for {was} and now ends after {now}: from here on --schedule is that of {now}",
+        f"the run was begun for {was} and now ends after {now}: from now on the learning rate is that of a run of "
+        f"{now}",
         flush=True,
     )
 
@@ -338,7 +339,7 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
     # a new run in this directory would remove the files of the exported checkpoint
     if options.resume or (store / STATE_NAME).is_file():
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
-    print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
+    print(f"nothing to resume in {directory}: {problem}; the run begins at step 0", flush=True)
     return None
 
 
@@ -359,8 +360,8 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
         directory = Path(options.resume)
         if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
             raise ConfigError(
-                f"--resume {directory} is not the first of nvme.paths in --config, "
-                f"{config.nvme.paths[0] if config.nvme.paths else 'which has none'}: a run is resumed in its own "
+                f"--resume {directory} is not the first of nvme.paths in --config "
+                f"({config.nvme.paths[0] if config.nvme.paths else 'which has none'}): a run is resumed in its own "
                 f"directory. To move the run, export it with `{command('checkpoint', 'export')}` and use "
                 "--from-checkpoint."
             )
@@ -375,15 +376,18 @@ def _without_generations(directory: Path) -> str:
     if not directory.is_dir():
         return "there is no such directory"
     if (directory / STATE_NAME).is_file():
-        return "it is a copy that `checkpoint export` wrote: go on from it with --from-checkpoint"
+        return "it contains a checkpoint that `checkpoint export` wrote: resume from it with --from-checkpoint"
     try:
         header = header_in(directory).header
     except ResumeError:
-        return "it holds no run"
+        return "it contains no run"
     if header.member:
-        return f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that one"
+        return (
+            f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that "
+            "directory"
+        )
     if header.mode == "in place":
-        return "its run kept no generations (commit_every: 0, or no room for them)"
+        return "its run kept no generations, because commit_every was 0 or there was no room for generations"
     return "no generation was committed there"
 
 
@@ -396,9 +400,14 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
     if not known or saved is None:
-        raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
+        raise ResumeError(
+            f"{source} belongs to a run that `infinity finetune` did not make; resume the run with the program that "
+            "made it"
+        )
     if set(saved["options"]) != set(_KEPT):
-        raise ResumeError(f"{source} is of a run of another version of infinity, with other options; use that version")
+        raise ResumeError(
+            f"{source} belongs to a run of another version of infinity, with other options; use that version"
+        )
     return tracked
 
 

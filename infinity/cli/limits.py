@@ -25,9 +25,9 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
     text, positions = config.get_text_config(), positions_of(config)
     if positions is not None and sequence_length > positions:
         raise ConfigError(
-            f"--sequence-length is {sequence_length}, and '{model}' has {positions} positions "
+            f"--sequence-length is {sequence_length}, but '{model}' has only {positions} positions "
             "(max_position_embeddings in its config.json): give a smaller --sequence-length. A model with rotary "
-            "positions can learn more of them: write the larger number into its config.json."
+            "positions can learn more positions: write the larger number into its config.json."
         )
     vocabulary = getattr(text, "vocab_size", None)
     if isinstance(vocabulary, int):
@@ -52,7 +52,6 @@ def require_vocabulary(vocabulary: int, largest_token: int) -> None:
     """
     if largest_token >= vocabulary:
         raise ModelError(
-            f"the tokenizer produces token {largest_token}, but the model's vocabulary has {vocabulary} "
-            "tokens; is it the model's own tokenizer? "
-            "Give the model with its own tokenizer"
+            f"the tokenizer produces token {largest_token}, but the model's vocabulary has {vocabulary} tokens; is it "
+            "the model's own tokenizer? Give the model with its own tokenizer"
         )

@@ -82,7 +82,7 @@ def naming_the_option() -> Iterator[None]:
         text, sign, _ = str(error).partition("Please pass the argument `trust_remote_code=True`")
         if not sign:
             raise
-        raise ModelError(f"{text}With --trust-remote-code they are run.") from error
+        raise ModelError(f"{text}With --trust-remote-code these files are run.") from error
 
 
 def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
@@ -107,8 +107,8 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
             return
         base, _ = adapted(name)
         raise ModelError(
-            f"{name} holds adapters of {base}: give --model {base}, or merge both into one model first, as infinity's "
-            "documentation shows (LoRA, and merging)"
+            f"{name} contains adapters of {base}: give --model {base}, or merge both into one model first, as "
+            "infinity's documentation shows (LoRA, and merging)"
         )
     if not (directory / "config.json").is_file():
         inside = [each for each in _directories(directory) if (directory / each / "config.json").is_file()]
@@ -259,7 +259,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         for name in found:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"--freeze {' '.join(map(quoted, patterns[:_NAMED_MAX]))}: nothing is left to be trained")
+        raise ConfigError(f"--freeze {' '.join(map(quoted, patterns[:_NAMED_MAX]))}: no parameter is left to train")
 
 
 def save_model(
@@ -322,7 +322,7 @@ def adapted(directory: str) -> tuple[str, str | None]:
     if not (Path(directory).expanduser() / ADAPTERS_NAME).is_file():
         return directory, None
     if importlib.util.find_spec("peft") is None:
-        raise ModelError(f'{directory} holds adapters, which need PEFT: pip install "infinity-offload[hf]"')
+        raise ModelError(f'{directory} contains adapters, which need PEFT: pip install "infinity-offload[hf]"')
     from peft import PeftConfig
 
     found = PeftConfig.from_pretrained(str(Path(directory).expanduser()))
@@ -331,7 +331,7 @@ def adapted(directory: str) -> tuple[str, str | None]:
     base = str(found.base_model_name_or_path)
     if base.startswith((os.sep, ".", "~")) and not Path(base).expanduser().is_dir():
         raise ModelError(
-            f"{directory} holds adapters of {base} (base_model_name_or_path in its {ADAPTERS_NAME}), and this "
+            f"{directory} contains adapters of {base} (base_model_name_or_path in its {ADAPTERS_NAME}), and this "
             "directory does not exist: write the model's current directory into this file"
         )
     return base, found.revision

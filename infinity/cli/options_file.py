@@ -45,7 +45,7 @@ def with_file(options: argparse.Namespace) -> argparse.Namespace:
     for one, other in ((name, about["excludes"]) for name, about in _KNOWN.items() if "excludes" in about):
         if one in of_file and other in of_file:
             raise ConfigError(
-                f"{file}: {types.option(one)} and {types.option(other)} exclude each other; leave one of them"
+                f"{file}: {types.option(one)} and {types.option(other)} exclude each other; remove one of the two"
             )
         given |= {one, other} if given.intersection((one, other)) else set()
     trainer = {**of_file.pop("trainer", {}), **(options.trainer or {})}
@@ -78,13 +78,13 @@ def _checked(values: dict[str, Any], file: str) -> dict[str, Any]:
         name = OURS.get(theirs, theirs)
         of_trainer = name not in _KNOWN and name in names()
         if name not in _KNOWN and not of_trainer:
-            raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name)}")
+            raise ConfigError(f"{file}: {quoted(str(key))} is not an option of infinity finetune{_hint(name)}")
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
         if value is None or value == []:
             continue  # null has the same effect as a missing option
         if name in given:
-            raise ConfigError(f"{file}: {given[name]} and {key} are one option; leave one of them")
+            raise ConfigError(f"{file}: {given[name]} and {key} are the same option; remove one of the two")
         given[name] = str(key)
         if of_trainer:
             require_passed_on(name, f"{file}: ")
@@ -131,7 +131,7 @@ def _converted(value: Any, about: Mapping[str, Any], key: str, file: str) -> Any
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
         raise ConfigError(f"{file}: {key} is {kind}; it must be a number or a text")
     if isinstance(value, float) and about["type"] in _TEXTS:
-        raise ConfigError(f"{file}: {key} is the number {value!r}, and a text is needed: put it in quotes")
+        raise ConfigError(f"{file}: {key} is the number {value!r}, but a text is needed: put it in quotes")
     try:
         made = about["type"](_as_typed(value))
     except argparse.ArgumentTypeError as error:

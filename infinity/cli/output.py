@@ -70,7 +70,8 @@ class Output:
         # the path has bytes that are not UTF-8
         if any("\ud800" <= character <= "\udfff" for character in str(directory)):
             raise ConfigError(
-                f"{self._named}: the name is not UTF-8, but the names of a model's files must be; choose another name"
+                f"{self._named}: the name is not UTF-8, but the names of a model's files must be UTF-8; choose another "
+                "name"
             )
         try:
             self._target = directory.resolve()
@@ -109,8 +110,8 @@ class Output:
         needed, free = model_bytes + _REST_BYTES, shutil.disk_usage(self.disk).free
         if needed > free:
             raise ConfigError(
-                f"{self._named}: the trained model takes {format_bytes(needed)}, and the disk has "
-                f"{format_bytes(free)} free. Free space, or choose a directory on another disk."
+                f"{self._named}: the trained model takes {format_bytes(needed)}, and the disk has {format_bytes(free)} "
+                "free. Free space, or choose a directory on another disk."
             )
 
     def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:

@@ -37,8 +37,7 @@ def require_separates(model: Any) -> None:
     seen, without = ((each.float() - apart.float()).abs().max().item() for each in (packed, joined))
     if seen > _SHARE_MAX * without:
         raise ModelError(
-            f"{type(model).__name__} mixes the examples of one sequence: the logits of an example differ "
-            f"by up to {seen:.3g} after another example, and by {without:.3g} without any "
-            "separation. Give --no-packing: "
-            "each sequence then has one example and padding."
+            f"{type(model).__name__} mixes the examples of one sequence: the logits of an example differ by up to "
+            f"{seen:.3g} after another example, and by {without:.3g} without any separation. Give --no-packing: each "
+            "sequence then has one example and padding."
         )

@@ -115,7 +115,7 @@ def _digest_in(manifest: Path) -> str:
 
 
 def let_go(path: Path, *, pinned: bool) -> None:
-    """Prepare the removal of a store: mark its checkpoint folders, so that no run tries to resume from them.
+    """Prepare the removal of a store: remove the marks in its checkpoint folders, so that none looks resumable.
 
     Args:
         path: a directory of the store, which is locked.

@@ -39,9 +39,8 @@ class StepFacts:
         read, written = self.read_bytes / self.seconds / 1e9, self.written_bytes / self.seconds / 1e9
         norm = "skipped" if self.skipped else f"norm {self.grad_norm:.3f}"
         return (
-            f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  read {read:.2f} GB/s  "
-            f"written {written:.2f} GB/s  {norm}  lr {self.learning_rate:.2e}  "
-            f"RAM {rss / 2**30:.2f} GiB"
+            f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  read {read:.2f} GB/s  written "
+            f"{written:.2f} GB/s  {norm}  lr {self.learning_rate:.2e}  RAM {rss / 2**30:.2f} GiB"
         )
 
 

@@ -79,8 +79,8 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
     trl = row.trl
     if "chosen" in trl:
         raise ConfigError(
-            f"{where}: of 'chosen' and 'rejected' one is preferred, which --method dpo and --method reward learn. To "
-            f"learn the chosen answers alone: --columns {_chosen_alone(row)}"
+            f"{where}: the row has two answers, 'chosen' and 'rejected', which are for --method dpo and --method "
+            f"reward. To learn only the chosen answers: --columns {_chosen_alone(row)}"
         )
     if "text" in trl:
         return str(trl["text"])
@@ -104,7 +104,7 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
     trl = dict(row.trl)
     if "chosen" not in trl:
         raise ConfigError(
-            f"{where}: --method {method} learns which of two answers is better, and the row has no 'chosen' and no "
+            f"{where}: --method {method} learns which of two answers is better, but the row has no 'chosen' and "
             "'rejected': leave --method out, or name the columns, such as --columns chosen=better rejected=worse"
         )
     asked = trl.get("prompt")
@@ -119,8 +119,8 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
         trl |= extract_prompt(trl)
         if not trl["prompt"]:
             raise ConfigError(
-                f"{where}: 'chosen' and 'rejected' have no common beginning, or one is the beginning of the "
-                "other: give a 'prompt'"
+                f"{where}: 'chosen' and 'rejected' have no common beginning, or one is the beginning of the other: "
+                "give a 'prompt'"
             )
     for name in ("chosen", "rejected"):
         _require_answer(trl, name, where, method)
@@ -141,15 +141,15 @@ def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> 
     """
     said = trl[name]
     if not said or (isinstance(said, str) and not said.strip()):
-        raise ConfigError(f"{where}: there is nothing in '{name}' but the prompt: leave the row out")
+        raise ConfigError(f"{where}: '{name}' contains only the prompt: leave the row out")
     for message in [*trl.get("prompt", []), *said] if isinstance(said, list) else []:
         if not {"weight", "train", "loss"}.isdisjoint(message):
-            raise ConfigError(f"{where}: {name}: 'weight', 'train' and 'loss' are not read here: take them out")
+            raise ConfigError(f"{where}: {name}: 'weight', 'train' and 'loss' have no effect here: remove them")
     roles = [message["role"] for message in said] if isinstance(said, list) else []
     others = [role for role in roles if ROLES.get(role.lower()) != "assistant"]
     if method == "dpo" and others:
         raise ConfigError(
-            f"{where}: '{name}' has a message of the {others[0]} behind the prompt, which --method dpo would teach the "
+            f"{where}: '{name}' has a message of the {others[0]} after the prompt, which --method dpo would teach the "
             "model to say: end both answers with the first message in which they differ"
         )
     if roles and roles[-1] in others:
@@ -223,8 +223,8 @@ def _chat(trl: dict[str, Any], where: str, template: _Template, loss_on: LossOn)
         others = loss_on == "answers" and any(each["role"] != "assistant" for each in messages[first:])
         if others or True in asked[:first] or False in asked[first:]:
             raise ConfigError(
-                f"{where}: the whole completion is learned, and nothing of the prompt, but a message of the completion "
-                "is not the assistant's, or a 'weight' or 'train' asks for something else; give the row as 'messages'"
+                f"{where}: exactly the completion is learned, but one of its messages is not the assistant's, or a "
+                "'weight' or 'train' asks for something else; give the row as 'messages'"
             )
         prompt = template.rendered(form[:first], add_generation_prompt=True)["input_ids"]
         return Example(ids, _behind(list(prompt), ids, loss_on), where, is_chat=True)
@@ -253,7 +253,11 @@ def _without_some_answers(
     begun = itertools.accumulate(here > before for here, before in zip(learned, [False, *learned], strict=False))
     numbers = list(begun)
     if not marked or numbers[-1] != len(answers):
-        why = "with --loss-on all everything is learned" if not marked else "the chat template marks them otherwise"
+        why = (
+            "with --loss-on all, all tokens are learned"
+            if not marked
+            else "the chat template marks other tokens than those of the messages"
+        )
         raise ConfigError(f"{where}: a message has 'weight': 0 or 'train': false, but its tokens are not known: {why}")
     return [here and answers[number - 1] is not False for here, number in zip(learned, numbers, strict=True)]
 
@@ -288,7 +292,9 @@ class _Template:
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
         if not isinstance(own, dict) or not taken.keys().isdisjoint(own):
             has = kind(own) if not isinstance(own, dict) else quoted(next(each for each in own if each in taken))
-            raise ConfigError(f"{where}: 'chat_template_kwargs' are names that a chat template has; they have {has}")
+            raise ConfigError(
+                f"{where}: 'chat_template_kwargs' may only have variables of the chat template; this one has {has}"
+            )
         return cls(tokenizer, str(text), {**own, "tools": trl.get("tools") or None}, where, unread)
 
     def names(self, role: str) -> bool:
@@ -306,8 +312,8 @@ class _Template:
             return role
         if meant not in ROLES and not self.names(meant):
             raise ConfigError(
-                f"{self.where}: messages[{index}] has the role {quoted(role)}, which the model's chat template has "
-                f"not: give one of {', '.join(list(TABLE['roles'])[:5])}"
+                f"{self.where}: messages[{index}] has the role {quoted(role)}, which the model's chat template does "
+                f"not have: give one of {', '.join(list(TABLE['roles'])[:5])}"
             )
         return meant
 
@@ -337,7 +343,7 @@ class _Template:
                 **self.told,
             )
         except Exception as error:  # a template is a program that comes with the model, and may raise anything
-            raise ConfigError(f"{self.where}: the model's chat template refuses it: {raised(error)}") from error
+            raise ConfigError(f"{self.where}: the model's chat template refuses the row: {raised(error)}") from error
 
     def whole(self, messages: Messages, *, marked: bool) -> tuple[Any, Messages]:
         """Return the template's result for the first form of messages that it writes completely, and this form.
@@ -369,8 +375,8 @@ class _Template:
                 continue
             if self._is_without(ids, [*form[:index], _bare(message, "tool_calls"), *form[index + 1 :]]):
                 raise ConfigError(
-                    f"{self.where}: the model's chat template leaves out 'tool_calls' of messages[{index}]: write them "
-                    "into its 'content' as the model is to say them, or leave such rows out"
+                    f"{self.where}: the model's chat template leaves out 'tool_calls' of messages[{index}]: write the "
+                    "calls into the message's 'content' as the model should say them, or leave such rows out"
                 )
 
     def _note_thoughts(self, form: Messages, ids: list[int]) -> None:

@@ -47,7 +47,7 @@ class Reference:
         """
         if state != self.state_dict():
             raise ConfigError(
-                "--model: the run began with other weights, which are the reference: give --model with the "
+                "--model: the run began with other weights, which its reference model must have: give --model with the "
                 "original weights"
             )
 

@@ -176,7 +176,7 @@ def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: in
         most += more
     needed, free = (most + 1) * model_bytes, shutil.disk_usage(options.output.parent).free
     if most and needed > free:
-        option, fewer = "--save-every", "Save less often, keep fewer (--save-limit)"
+        option, fewer = "--save-every", "Save less often, keep fewer models (--save-limit)"
         if options.save_every is None:
             option, fewer = "--save-best", "Leave --save-best out"
         raise ConfigError(

@@ -118,7 +118,7 @@ class Report:
         """
         if self.device == "cpu":
             return []
-        idle = "waiting for weights and for optimizer.step; the lines below are times of the host"
+        idle = "the GPU waited for weights and for optimizer.step; the lines below are times of the host"
         return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
 
     def _trained_row(self) -> list[tuple[str, str]]:
@@ -168,8 +168,8 @@ class Report:
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
                 "updates of blocks",
-                f"{self.updates.early} begun during backward, {self.updates.late} with the "
-                f"step, {self.updates.undone} discarded{why}",
+                f"{self.updates.early} begun during backward, {self.updates.late} with the step, {self.updates.undone} "
+                f"discarded{why}",
             ),
             (
                 "peak memory",
@@ -178,10 +178,10 @@ class Report:
             ),
             (
                 "efficiency",
-                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute and "
-                f"Adam {self.compute_bound_s:.3f} s",
+                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute and Adam "
+                f"{self.compute_bound_s:.3f} s",
             ),
-            *([("the same run again", self.again)] if self.again else []),
+            *([("to repeat the run", self.again)] if self.again else []),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
 

@@ -38,7 +38,7 @@ def prompts_of(options: FinetuneOptions, model: Any, tokenizer: Any, *, chat: bo
     for ids in prompts.values():
         if positions is not None and ids.shape[1] + most > positions:
             raise ConfigError(
-                f"--sample: {ids.shape[1]} tokens of the prompt and {most} to write are more than the model's "
+                f"--sample: {ids.shape[1]} tokens of the prompt and {most} tokens to write are more than the model's "
                 f"{positions} positions"
             )
     return prompts

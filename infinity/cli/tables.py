@@ -49,7 +49,7 @@ def _saved(datasets: Any, path: Path) -> Any:
         return found
     if "train" not in found:
         raise ConfigError(
-            f"{printable(path)}: it has no split 'train' but {', '.join(map(printable, found))}: name the "
-            "directory of one of them"
+            f"{printable(path)}: it has no split 'train' but {', '.join(map(printable, found))}: name the directory of "
+            "one of them"
         )
     return found["train"]

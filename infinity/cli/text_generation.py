@@ -62,7 +62,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
         except Exception as error:  # a template is a program by the model's author, and may raise anything
             raise ConfigError(f"the model's chat template refuses the prompt: {raised(error)}") from error
     if not ids:
-        raise ConfigError("the prompt has no tokens: the tokenizer returns none")
+        raise ConfigError("the tokenizer returns no tokens for the prompt")
     return torch.tensor([ids])
 
 

@@ -27,9 +27,8 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     absent = (
-        f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and the files "
-        "next to it) into the model's "
-        "directory, from the model that it was made from"
+        f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and the files next to it) into the "
+        "model's directory, from the directory of its base model"
     )
     if Path(name).is_dir() and not any(TOKENIZER_FILE.search(entry.name) for entry in Path(name).iterdir()):
         raise ModelError(absent)

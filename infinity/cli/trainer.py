@@ -370,11 +370,11 @@ def _refusal(shape: torch.Size, error: Exception) -> ModelError:
     asked = f"sequences of {shape[1]} tokens, {shape[0]} at a time"
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return ModelError(
-            f"there is no memory for {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size, or "
-            "a smaller memory.device, which leaves more for activations"
+            f"there is too little memory for {asked} ({raised(error)}): give a smaller --sequence-length or "
+            "--batch-size, or a smaller memory.device, which leaves more for activations"
         )
     if isinstance(error, IndexError) or any(word in str(error) for word in ("size", "shape")):
         return ModelError(
-            f"the model cannot take {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size"
+            f"the model cannot compute {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size"
         )
     return ModelError(f"the model's forward failed with {asked}: {raised(error)}")

@@ -75,7 +75,7 @@ def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
     except (ValueError, TypeError, ArithmeticError) as error:
         kind, how = arguments.lr_scheduler_type.value, arguments.lr_scheduler_kwargs
         kwargs = f" with --{_OF_SCHEDULE} {how}" if how else ""
-        raise ConfigError(f"--schedule {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
+        raise ConfigError(f"--schedule {kind}{kwargs} cannot be used for this run: {raised(error)}") from error
 
 
 def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:

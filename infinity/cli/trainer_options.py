@@ -52,7 +52,7 @@ _REFUSED = {
     "give --log-every": ("logging_strategy",),
     "give --resume": ("resume_from_checkpoint", "restore_callback_states_from_checkpoint", "ignore_data_skip"),
     "give --model": ("model_init_kwargs",),
-    "the swap config says where states live": (
+    "the swap config says where states are kept": (
         *("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config", "use_cpu", "ddp_backend"),
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "local_rank"),
         *("torch_compile", "torch_compile_backend", "torch_compile_mode", "activation_offloading"),
@@ -61,7 +61,7 @@ _REFUSED = {
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     ),
-    "the data are read, cut and packed here": (
+    "infinity finetune itself reads, cuts and packs the data": (
         *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "packing", "packing_strategy", "padding_free"),
         *("eval_packing", "pad_to_multiple_of", "truncation_mode", "shuffle_dataset", "completion_only_loss"),
         *("assistant_only_loss", "chat_template_path", "eos_token", "pad_token", "remove_unused_columns"),
@@ -70,11 +70,11 @@ _REFUSED = {
         *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
         *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
     ),
-    "upload the output when it is there": (
+    "upload the output after the run": (
         *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
         "hub_revision",
     ),
-    "the loss is the model's own, of which each token that is learned has the same part: leave it out": (
+    "the loss is the model's own, in which each learned token has the same weight: leave it out": (
         *("label_smoothing_factor", "average_tokens_across_devices"),
     ),
     "the reference is computed beside each batch: leave it out": (
@@ -83,8 +83,8 @@ _REFUSED = {
     "the reference stays the model that --model names: leave it out": (
         *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
     ),
-    "output_router_logits and router_aux_loss_coef in the model's config.json say it": ("router_aux_loss_coef",),
-    "packed examples would see each other: leave it out": ("use_cache",),
+    "set output_router_logits and router_aux_loss_coef in the model's config.json": ("router_aux_loss_coef",),
+    "packed examples would attend to each other: leave it out": ("use_cache",),
     "it would do nothing: leave it out": (
         *("do_train", "do_eval", "do_predict", "disable_tqdm", "use_liger_kernel", "liger_kernel_config", "debug"),
         *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
@@ -152,7 +152,7 @@ def require_passed_on(name: str, where: str = "") -> None:
     """
     for instead, refused in _REFUSED.items():
         if name in refused:
-            raise ConfigError(f"{where}TRL's {name} is no option of infinity finetune: {instead}")
+            raise ConfigError(f"{where}TRL's {name} is not an option of infinity finetune: {instead}")
 
 
 def require_of_method(given: Given, method: str) -> None:

@@ -89,7 +89,7 @@ class _OfPairs(Running):
         a filler.
         """
         if self.tokenizer.pad_token_id is None:
-            raise ModelError("the tokenizer has no token for padding and none that ends a text: give it a pad_token")
+            raise ModelError("the tokenizer has neither a padding token nor an end-of-text token: give it a pad_token")
         there = [index for index in indices if index < data.sequences] or [0]
         batch: dict[str, torch.Tensor] = self.collator(pad_token_id=self.tokenizer.pad_token_id)(data.rows(there).rows)
         return {"pairs": torch.tensor(indices) < data.sequences, **batch} if data is self.held_out else batch

@@ -119,7 +119,7 @@ class Training:
         )
         if self.done > self.steps:
             raise ConfigError(
-                f"--epochs {options.epochs} are {self.steps} steps, and the run that is resumed has done {self.done}: "
+                f"--epochs {options.epochs} are {self.steps} steps, but the resumed run has done {self.done} steps: "
                 "give more epochs"
             )
         self._before = self.done
@@ -172,7 +172,7 @@ class Training:
             if not options.trainer:
                 raise ModelError(f"TRL refuses the model: {raised(error)}") from error
             given = " ".join(" ".join((f"--{name}", *values)) for name, values in options.trainer.items())
-            raise ConfigError(f"TRL refuses {given} of --method {options.method}: {raised(error)}") from error
+            raise ConfigError(f"TRL refuses {given} for --method {options.method}: {raised(error)}") from error
 
     def _say_if_never_warm(self) -> None:
         if self.options.warmup_steps >= self.steps:
@@ -185,9 +185,9 @@ class Training:
     def train(self) -> int:
         """Do all steps. Return 0, or another exit code if a signal ended the run early."""
         promise = (
-            "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
+            "the run can then be resumed (Ctrl-C again: stop at once, and resume from the last commit)"
             if self.durable
-            else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
+            else "the model is then saved (Ctrl-C again: stop at once, and save nothing)"
         )
         with ExitStack() as held:
             held.enter_context(self._traced)

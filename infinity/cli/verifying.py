@@ -48,8 +48,8 @@ def require_possible(options: FinetuneOptions) -> None:
     config = load_config_of(options.model, **named(options))
     if getattr(config, "quantization_config", None) is not None:
         raise NotAvailableError(
-            "--verify-output of adapters of a quantized model is not available yet; leave it out, or give --merge, "
-            "whose output is compared"
+            "--verify-output of adapters of a quantized model is not available yet; leave --verify-output out, or give "
+            "--merge"
         )
 
 
@@ -107,9 +107,8 @@ def _moved(model: Any, device: torch.device) -> Any:
         return model.to(device)
     except torch.OutOfMemoryError as error:
         raise NotAvailableError(
-            f"--verify-output: the saved model is complete, but {device} has no room for it "
-            "without infinity, so the two "
-            "models cannot be compared; leave the option out"
+            f"--verify-output: the saved model is complete, but {device} has no room for it without infinity, so the "
+            "two models cannot be compared; leave the option out"
         ) from error
 
 

@@ -1,3 +1,1 @@
-"""The connection to other libraries: the changes that `infinity run` makes for a script, and the classes that a script
-can use itself.
-"""
+"""The connection to other libraries: replacements that `infinity run` makes, and classes that scripts can use."""

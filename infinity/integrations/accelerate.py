@@ -1,10 +1,10 @@
-"""accelerate: models that are only evaluated, and saving and loading of checkpoint folders.
+"""Changes of accelerate: models that are only evaluated, and saving and loading of checkpoint folders.
 
 [Note: where an Accelerate loop resumes]
-Making an optimizer offloads the model, and a loop makes its optimizer before `accelerator.load_state(folder)` names the
-folder to resume from. Therefore the launcher must know the folder: `infinity run --resume FOLDER CONFIG SCRIPT`
-offloads the trained model from the generation that the folder pins. Later, load_state of the same folder reads
-everything except weights and states, which are restored already.
+The model is offloaded when its optimizer is made. A loop makes its optimizer before `accelerator.load_state(folder)`
+names the folder to resume from. Therefore `infinity run` must know the folder earlier: `infinity run --resume FOLDER
+CONFIG SCRIPT` offloads the trained model from the generation that the folder pins. Later, `load_state(folder)` reads
+everything except weights and states, because these are already restored.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from infinity.runtime.memory_fit import fits_memory
 
 
 def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:
-    """Patch accelerate's Accelerator.
+    """Replace methods of accelerate's Accelerator.
 
-    A model that is prepared for evaluation becomes a reference model, without optimizer states. Weights that autocast
-    would convert are converted when the model is offloaded. Folders that save_state writes pin generations.
+    With the replacements, a model that is prepared for evaluation is offloaded without optimizer states. Weights that
+    autocast would convert in each forward are converted once, when the model is offloaded. Each folder that save_state
+    writes pins a generation.
     """
     kind = accelerator.Accelerator
     patches.wrap(kind, "__init__", _init(run))
@@ -63,8 +64,9 @@ def _init(run: Run) -> Callable[..., None]:
 
 
 def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int | None:
-    """Return the number of backward passes before a step. Return None if the script leaves accelerate's default of 1,
-    because such a script may count backward passes itself.
+    """Return the number of backward passes before a step.
+
+    Return None if the number is accelerate's default of 1, because the script may then count backward passes itself.
     """
     said = "gradient_accumulation_steps" in given.arguments or "gradient_accumulation_plugin" in given.arguments
     steps: int = accelerator.gradient_accumulation_steps
@@ -72,8 +74,9 @@ def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int 
 
 
 def _of_a_trainer(run: Run) -> Callable[..., None]:
-    """Return a replacement that keeps the Trainer's number of checkpoint folders and number of backward passes before a
-    step. Without the replacement, the Trainer's Accelerator would set other numbers.
+    """Return a replacement that keeps two settings of a Trainer, which its Accelerator would change.
+
+    The settings are the number of checkpoint folders, and the number of backward passes before a step.
     """
 
     def create(original: Callable[..., None], self: Any) -> None:
@@ -99,7 +102,7 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
     if trained is None:
         return original(self, output_dir, *args, **kwargs)
     folder = _folder_to_save(self, output_dir)
-    if folder is None:  # accelerate raises the error
+    if folder is None:  # accelerate itself raises the error
         return original(self, output_dir, *args, **kwargs)
     with (
         Saving(trained, folder) as saving,
@@ -113,7 +116,10 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
 
 @contextmanager
 def _streamed(accelerator: Any, model: nn.Module) -> Iterator[None]:
-    """Make save_state call save_pretrained for `model`, because the weights of `model` do not fit in RAM."""
+    """Make save_state call save_pretrained for `model`.
+
+    Otherwise save_state would gather all weights of `model` in RAM.
+    """
 
     def state_dict(original: Callable[..., Any], which: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return {} if which is model else original(which, *args, **kwargs)
@@ -151,7 +157,7 @@ def _load_state(run: Run) -> Callable[..., None]:
 
 
 def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
-    """Raise ResumeError if the model's states are not those of the generation that a folder names."""
+    """Raise ResumeError if the model does not have the states of the generation that a folder pins."""
     marker = require_marker(folder_path(folder))
     if is_at(model, marker):
         return

@@ -1,6 +1,6 @@
 """Axolotl: a plugin that offloads the model that axolotl trains.
 
-In its YAML file:
+In the YAML file of axolotl:
 
     plugins: [infinity.integrations.axolotl.InfinityPlugin]
     infinity: swap.yaml
@@ -52,7 +52,7 @@ class InfinityArgs(BaseModel):
 class InfinityPlugin(BasePlugin):  # type: ignore[misc]
     """A plugin that offloads the model.
 
-    Raises (from register; from post_trainer_create where noted):
+    Raises (from register, if no other method is named):
         ConfigError: the swap config cannot be used, or cannot be combined with another option of the YAML file. From
             post_trainer_create: infinity does not have the optimizer that the YAML file names.
         ResumeError: `resume_from_checkpoint` is a folder that pins no generation.
@@ -64,7 +64,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         return f"{InfinityArgs.__module__}.{InfinityArgs.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """Make axolotl load its models with an InfinityConfig."""
+        """Make axolotl load its models with an infinity.InfinityConfig."""
         if not cfg.get("infinity"):
             raise ConfigError("InfinityPlugin: the YAML file names no swap config: add `infinity: swap.yaml`")
         for option, why in _OTHERS.items():
@@ -103,7 +103,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
 
 def _newest(cfg: Any) -> str:
     """Return the last checkpoint folder in the output directory."""
-    output = cfg.get("output_dir") or "./model-out"  # axolotl's default
+    output = cfg.get("output_dir") or "./model-out"  # the default of axolotl
     return (get_last_checkpoint(output) if os.path.isdir(output) else None) or f"{output}/checkpoint-…"
 
 

@@ -1,4 +1,7 @@
-"""Checkpoint folders of a script: each contains exported weights and pins the generation with its optimizer states."""
+"""Checkpoint folders of a script.
+
+Each folder contains exported weights, and pins the generation with the optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -32,51 +35,55 @@ from infinity.state.terms import Terms
 logger = logging.getLogger(__name__)
 
 _PINS_OF_ALL = 2
-"""Number of checkpoint folders that pin a generation if a script keeps all folders. Older folders contain a portable
-copy instead.
+"""Number of checkpoint folders that pin a generation, for a script that keeps all of its folders.
+
+Older folders contain a portable copy of the states instead.
 """
 
 
 def pins_for(kept: int | None) -> int:
-    """Return the number of checkpoint folders that pin a generation at a time.
+    """Return the number of checkpoint folders that pin a generation at the same time.
 
     Args:
-        kept: the number of folders that the script keeps; None: all folders. The script writes a new folder before it
-            removes an old one. Therefore one pin more is needed than the script keeps folders.
+        kept: the number of folders that the script keeps, or None if it keeps all. The script writes a new folder
+            before it removes an old one, so one pin more is needed.
     """
     return _PINS_OF_ALL if kept is None else kept + 1
 
 
 def keeps_generations(model: nn.Module) -> bool:
-    """Return whether a checkpoint folder of this model can have optimizer states."""
+    """Return whether the model's store keeps generations, so that a checkpoint folder can pin optimizer states."""
     return registry.is_offloaded(model) and registry.coordinator_of(model).resources.generations is not None
 
 
 def folders_of(model: nn.Module) -> dict[Path, int]:
-    """Return the folders that pin a generation of the model, with their steps."""
+    """Return the folders that pin a generation of the model, each with the generation's step."""
     return pinned(model) if keeps_generations(model) else {}
 
 
 def _held_by(model: nn.Module) -> dict[Path, int]:
-    """Return the folders that can still be unpinned: the result of folders_of; after the model was closed,
-    no folders.
+    """Return the folders that can still be unpinned.
+
+    These are the folders of folders_of, or none if the model is closed.
     """
     return {} if keeps_generations(model) and registry.coordinator_of(model).closed else folders_of(model)
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
-    """Offload a model with the states that it had when the run wrote a checkpoint folder. The store keeps its number of
-    pins, even if the script now keeps another number of folders. If the script keeps more folders than the store has
-    pins, the older folders get a portable copy (`Saving`).
+    """Offload a model with the states that it had when the run wrote a checkpoint folder.
+
+    The number of pins in the store does not change, even if the script now keeps another number of folders. If the
+    script keeps more folders than the store has pins, the older folders get a portable copy of their states (`Saving`).
 
     Args:
         model: the model to offload.
         folder: the checkpoint folder.
         config: the swap config.
-        how: other arguments of infinity.resume.
+        how: further arguments for infinity.resume.
 
     Raises:
-        ResumeError: infinity did not write the folder, or the folder's generation is gone; the message says what to do.
+        ResumeError: infinity did not write the folder, or the folder's generation does not exist any more. The message
+            says what to do.
         others: as for infinity.resume and infinity.offload_from_checkpoint.
     """
     marker = generation_of(folder, config)
@@ -99,8 +106,8 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
     if pins != config.pins:
         fewer = "; if more checkpoint folders are kept, the older folders get a portable copy of their states"
         logger.warning(
-            "infinity: the store in %s was made with room for %d pinned generations and keeps this number, "
-            "although the config now says %d%s",
+            "infinity: the store in %s was made with room for %d pinned generations and keeps this number, although "
+            "the config now says %d%s",
             config.nvme.paths[0],
             pins,
             config.pins,
@@ -114,7 +121,7 @@ class Saving:
     generation; later calls do nothing.
 
     Raises (from the constructor):
-        PlanError: there is no room for one more pin; nothing was written.
+        PlanError: the store has no room for one more pin. Nothing was written.
     """
 
     open_now: ClassVar[list[Saving]] = []
@@ -145,10 +152,10 @@ class Saving:
         self.open_now.remove(self)
 
     def finish(self) -> None:
-        """Sync the folder and pin its generation. All other files of the folder must be written already."""
+        """Sync the folder and pin its generation. All other files of the folder must exist already."""
         if self._pins:
             coordinator = registry.coordinator_of(self._model)
-            coordinator.world.tell(f"writing {self._folder}", None)  # waits until all ranks have written
+            coordinator.world.tell(f"writing {self._folder}", None)  # waits until all ranks have written their files
             coordinator.world.once_slow(f"syncing {self._folder}", self._sync)
             pin(self._model, self._folder)
             self._pins = False
@@ -163,15 +170,15 @@ def require_pins(model: nn.Module) -> None:
     if keeps_generations(model) and not registry.coordinator_of(model).plan.placement.pins:
         raise PlanError(
             "this model was offloaded before infinity knew that checkpoint folders are saved, so its store has no room "
-            "for their states. Set `pins: 2` in the swap config (one more than the number of "
-            "folders that exist at a time), "
-            "or let the first Trainer of the model be one that saves."
+            "for their states. Set `pins: 2` in the swap config (one more than the number of folders that exist at a "
+            "time), or let the first Trainer of the model be one that saves."
         )
 
 
 def name_vanished(model: nn.Module) -> None:
-    """Warn of folders that pin a generation and do not exist. The generations of such folders stay pinned, because the
-    folders may be on a disk that is not mounted.
+    """Warn of folders that pin a generation but do not exist.
+
+    Their generations are not unpinned, because the folders may be on a disk that is not mounted.
     """
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:
@@ -186,9 +193,10 @@ def name_vanished(model: nn.Module) -> None:
 
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
-    """During the `with` block, unpin each checkpoint folder before shutil.rmtree removes the folder. Because of this
-    order, no crash leaves a pin of a removed folder. Folders that were missing before the block stay pinned, because
-    they may be on a disk that is not mounted.
+    """In the `with` block, unpin each checkpoint folder before shutil.rmtree removes the folder.
+
+    Because of this order, a crash cannot leave a pin of a removed folder. Folders that were missing before the block
+    are not unpinned, because they may be on a disk that is not mounted.
     """
     there = [folder for folder in folders_of(model) if folder.exists()]
     with patched(shutil, "rmtree", removing(lambda: [model])):
@@ -202,13 +210,14 @@ def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
     """Return a replacement of shutil.rmtree, which unpins checkpoint folders before it removes them.
 
     Args:
-        models: function that returns the models that are offloaded now.
+        models: function that returns the currently offloaded models.
     """
     process = os.getpid()
 
     def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        ours = os.getpid() == process  # not a worker process of a loader, which removes its own folders
-        if ours and kwargs.get("dir_fd") is None and not os.path.islink(path):  # rmtree refuses links
+        ours = os.getpid() == process  # a worker process of a loader removes folders of its own, which pin nothing
+        # rmtree refuses to remove a symbolic link
+        if ours and kwargs.get("dir_fd") is None and not os.path.islink(path):
             place = Path(os.path.realpath(os.fsdecode(path)))
             for model in models():
                 for folder in _held_by(model):
@@ -220,7 +229,7 @@ def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
 
 
 def is_at(model: nn.Module, marker: Marker) -> bool:
-    """Return whether an offloaded model has the states that a checkpoint folder names."""
+    """Return whether an offloaded model has the states that a checkpoint folder pins."""
     return registry.coordinator_of(model).is_at(marker.run, marker.step)
 
 
@@ -229,14 +238,17 @@ def remove_left(paths: Sequence[Path], run: str) -> None:
 
     Raises:
         StoreLockedError: another process uses the store.
-        SwapIOError, ManifestError: a file cannot be removed; the pins cannot be read.
+        SwapIOError, ManifestError: a file cannot be removed, or the pins cannot be read.
     """
     if not read_pins(paths[0]):
         remove_store_of(run, paths)
 
 
 def remove_empty(paths: Iterable[Path]) -> None:
-    """Remove the empty directories among `paths`: the swap directories that did not exist when the script began."""
+    """Remove those of the directories `paths` that are empty.
+
+    `paths` are the swap directories that did not exist when the script began.
+    """
     for path in paths:
-        with suppress(OSError):  # not empty, or missing
+        with suppress(OSError):  # the directory is not empty, or is missing
             path.rmdir()

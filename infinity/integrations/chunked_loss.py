@@ -1,13 +1,13 @@
 """The loss of a transformers language model, computed without its logits.
 
 [Note: where the loss is computed]
-A causal model calls its head, may scale and cap the logits, and passes them to `loss_function` with the labels. When
-`loss_function` is called, the complete logits are in memory. To save this memory, infinity computes the loss when the
-head is called, from the head's weights and the labels of the model's call (runtime/cross_entropy.py). The head returns
-a `_Logits`: a tensor that has a shape and no values, and records the operations on the logits. Later, `loss_function`
-returns the loss that was computed in the call of the head.
+A causal model calls its head, may scale and cap the logits, and passes the logits and the labels to `loss_function`. At
+this time all logits are in memory. To save this memory, infinity computes the loss already when the head is called,
+from the weights of the head and the labels that the model was called with (runtime/cross_entropy.py). The head returns
+a `_Logits`, which is a tensor without values. A `_Logits` records the operations that the model applies to the logits.
+Later, `loss_function` returns the loss that was computed in the call of the head.
 
-One trial call on a few tokens shows whether a model supports this way of computing the loss, and which operations the
+A trial call on a few tokens shows whether the loss of a model can be computed in this way, and which operations the
 model applies to its logits.
 """
 
@@ -44,22 +44,20 @@ tangent.
 
 
 def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
-    """When the model is called with labels, compute the loss without the complete logits, if the model supports a
-    chunked loss.
+    """Compute the loss in chunks, without the complete logits, when the model is called with labels.
 
-    The loss and the gradients are those of the ordinary computation (infinity.chunked_cross_entropy). The output's
-    `logits` have a shape and no values: reading the values is an error. Without labels the model computes logits as
-    before.
+    The loss and the gradients are the same as with complete logits (infinity.chunked_cross_entropy). The `logits` of
+    the output have a shape but no values, and reading the values is an error. If the model is called without labels, it
+    computes logits as before.
 
-    One trial call on a few tokens, without an autograd graph, shows whether the model supports a chunked loss.
+    A trial call on a few tokens, without an autograd graph, shows whether the model's loss can be computed in chunks.
 
     Args:
         model: a causal language model of transformers, or a module around one, such as PEFT's.
-        use: whether to compute the loss without the complete logits; False: compute the loss from the complete logits
-            again.
+        use: whether to compute the loss in chunks. False restores the ordinary loss.
 
     Returns:
-        "", or the reason why the model keeps the ordinary loss. The reason is also logged.
+        "", or the reason why the model keeps its ordinary loss. The reason is also logged.
     """
     why = _use(model) if use else _do_not_use(model)
     if why:
@@ -116,8 +114,8 @@ class _Call:
     """A call of the model with labels.
 
     Attributes:
-        targets: int64 [..., tokens], the token that each hidden state is to predict.
-        divisor: divisor of the sum of the losses; None: the number of losses.
+        targets: the token that each hidden state should predict, int64 [..., tokens].
+        divisor: divisor of the sum of the losses, or None for the number of losses.
         labels: labels as they were passed to the model.
         loss: the loss; None before the call of the head.
         raw: the head's output in the trial call.
@@ -131,15 +129,14 @@ class _Call:
 
 
 class _UnreadableError(ModelError):
-    """The error of an operation that needs the values of logits that were not computed."""
+    """An operation needs the values of logits, but these logits were not computed."""
 
 
 class _ChunkedLoss(Guard):
-    """The replacement of one model's `loss_function`. The replacement observes the calls of the model and of the
-    model's head.
+    """Replacement of a model's `loss_function`. It also observes the calls of the model and of the model's head.
 
     Attributes:
-        steps: operations of the model on its logits; None during the trial.
+        steps: operations that the model applies to its logits; None during the trial call.
     """
 
     def __init__(self, language: Any, head: nn.Linear) -> None:
@@ -167,7 +164,10 @@ class _ChunkedLoss(Guard):
             del self._language._loss_function
 
     def attempt(self) -> str:
-        """Run the trial call. Return why the model needs its complete logits; "" if the model does not need them."""
+        """Run the trial call.
+
+        Return the reason why the model needs its complete logits; "" if it does not need them.
+        """
         device = next(self._language.parameters()).device
         vocabulary = self._head.out_features
         ids = torch.arange(_TRIED_TOKENS, device=device)[None] % vocabulary
@@ -194,7 +194,7 @@ class _ChunkedLoss(Guard):
         given = dict(zip(self._names, args, strict=False)) | kwargs
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is None:
-            return  # shift_labels alone do not take part in a loss
+            return  # if only shift_labels are given, the model computes no loss
         if targets is None:
             targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         self._here.call = _Call(targets, given.get("num_items_in_batch"), labels)
@@ -238,17 +238,16 @@ class _ChunkedLoss(Guard):
             return ordinary
         if call.loss is None or logits.steps != self.steps:
             raise ModelError(
-                f"{type(self._language).__name__} used its logits in another way "
-                f"({logits.steps}) than when it was tried "
-                f"({self.steps}), so its loss cannot be computed without whole logits"
+                f"{type(self._language).__name__} used its logits in another way ({logits.steps}) than when it was "
+                f"tried ({self.steps}), so its loss cannot be computed without whole logits"
             )
         return call.loss
 
 
 def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
-    """Return the loss function for logits after the operations `steps`.
+    """Return the function that computes the loss of logits to which the operations `steps` are applied.
 
-    Raises _UnreadableError if `steps` contains other operations than scaling and capping.
+    Raise _UnreadableError if `steps` has operations other than scaling and capping.
     """
     scale, cap, rest = 1.0, None, list(steps)
     if len(rest) >= 3 and [kind for kind, _ in rest[-3:]] == ["by", "tanh", "times"] and rest[-3][1] == rest[-1][1]:
@@ -261,11 +260,11 @@ def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
 
 
 class _Logits(torch.Tensor):
-    """Logits without values.
+    """Logits that have a shape but no values.
 
     Attributes:
         steps: operations that were applied to the logits so far.
-        whole: the actual logits in the trial call; None in other calls.
+        whole: the logits with their values, which exist only in the trial call; None in other calls.
     """
 
     steps: tuple[Step, ...]
@@ -302,9 +301,8 @@ class _Logits(torch.Tensor):
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
         raise _UnreadableError(
-            f"`{name}` of logits, which are not computed as a whole with "
-            "infinity.use_chunked_loss. To get whole logits, call "
-            "the model without labels, or call infinity.use_chunked_loss(model, False)"
+            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. To get whole "
+            "logits, call the model without labels, or call infinity.use_chunked_loss(model, False)"
         )
 
 

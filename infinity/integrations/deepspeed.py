@@ -1,5 +1,6 @@
-"""Refusal of DeepSpeed and FSDP under `infinity run`: before DeepSpeed or FSDP is loaded, an error says what to remove
-from the script.
+"""Errors for scripts that use DeepSpeed or FSDP under `infinity run`.
+
+The error is raised before DeepSpeed or FSDP is loaded, and says what to remove from the script.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infinity.integrations.patches import Patches
 
 
 def refuse_arguments(patches: Patches, training_args: ModuleType) -> None:
-    """Make TrainingArguments with `deepspeed` or `fsdp` raise ConfigError."""
+    """Make TrainingArguments raise ConfigError if `deepspeed` or `fsdp` is given."""
     patches.wrap(training_args.TrainingArguments, "__post_init__", _arguments)
 
 
@@ -62,7 +63,6 @@ def _fsdp_plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None
 def _refusal(what: str, out: str, file: str | None, whose: str = "a DeepSpeed") -> ConfigError:
     name = "FILE" if file is None else shlex.quote(file)
     return ConfigError(
-        f"{what}: under `infinity run` infinity offloads the model, without "
-        f"{whose.split()[1]}. Remove {out}; `infinity convert {name} -o swap.yaml` converts "
-        f"{whose} config to a swap config."
+        f"{what}: under `infinity run` infinity offloads the model, without {whose.split()[1]}. Remove {out}; "
+        f"`infinity convert {name} -o swap.yaml` converts {whose} config to a swap config."
     )

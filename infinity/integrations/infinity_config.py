@@ -2,12 +2,12 @@
 infinity as a quantizer in transformers' sense.
 
 [Note: loading through a quantizer]
-transformers asks a quantizer about each parameter of the checkpoint, one at a time, and assigns the quantizer's result
-to the model. infinity's quantizer returns a parameter on the meta device, and records which file has the parameter's
-values. Tensors that transformers converts on loading (such as fused experts) are written to a scratch directory on the
-swap disk. After loading, the quantizer is removed from the model and its config. The parameters are deferred
-(runtime/deferred_parameters.py), as under `infinity run`. The model is offloaded when an optimizer is made for it or
-when it is first used.
+transformers gives each parameter of the checkpoint to the quantizer, and assigns the quantizer's result to the model.
+infinity's quantizer returns a parameter on the meta device, and records which file has the values of the parameter.
+Tensors that transformers converts while it loads them (such as fused experts) are written to a scratch directory on the
+swap disk. After loading, the quantizer is removed from the model and the model's config. The parameters are then
+deferred parameters (runtime/deferred_parameters.py), as under `infinity run`. The model is offloaded when its optimizer
+is made, or when it is first used.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ from infinity.runtime.offload import move_buffers
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightConverter
-except ImportError:  # transformers 4, which InfinityConfig refuses
+except ImportError:  # this is transformers 4, which InfinityConfig refuses
     ConversionOps, WeightConverter = object, None
 
 logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
 _runs: dict[str, Run] = {}
-"""Runs by swap config; the key is the swap config as JSON. Models of the same swap config share the memory that the
-config names.
+"""The run of each swap config.
+
+The key is the swap config as JSON. Models with the same swap config share one run, and so share the memory that the
+swap config names.
 """
 
 
 @register_quantization_config(_NAME)
 class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The placement of a model's states, for `from_pretrained(quantization_config=...)`.
+    """A swap config for a model, as an argument `from_pretrained(quantization_config=...)`.
 
     Args:
         swap: the swap config, as for infinity.offload.
-        resume: a checkpoint folder for which infinity.hf.Checkpoints pinned a generation. The trained model continues
-            from this generation. `trainer.train(resume_from_checkpoint=...)` must name the same folder.
+        resume: a checkpoint folder that infinity.hf.Checkpoints wrote. The trained model continues from the generation
+            that this folder pins. `trainer.train(resume_from_checkpoint=...)` must name the same folder.
 
     Raises:
         ConfigError: the swap config cannot be used, or transformers is older than 5.
@@ -77,8 +79,8 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         if WeightConverter is None:
             raise ConfigError(
-                f"InfinityConfig needs transformers 5, and {transformers.__version__} is installed: "
-                "pip install --upgrade 'transformers>=5'"
+                f"InfinityConfig needs transformers 5, and {transformers.__version__} is installed: pip install "
+                "--upgrade 'transformers>=5'"
             )
         self.quant_method = _NAME
         self.swap = load_config(swap)
@@ -101,14 +103,15 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the config for a dict that to_dict returned."""
+        """Return the InfinityConfig of a dict that to_dict returned."""
         given = {name: value for name, value in config_dict.items() if name != "quant_method"}
         return super().from_dict(given, return_unused_kwargs, **kwargs)
 
     @property
     def run(self) -> Run:
-        """The run that the models of this swap config share. Some of these models may be resumed from checkpoint
-        folders.
+        """The run that all models with this swap config share.
+
+        Some of these models may be resumed from checkpoint folders.
         """
         key = self.swap.model_dump_json()
         if key not in _runs:
@@ -116,10 +119,10 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return _runs[key]
 
     def close(self) -> None:
-        """Close the models of this swap config after the training.
+        """Close all models with this swap config, after the training.
 
-        The stores of these models are removed, except stores that checkpoint folders need. Without this call the stores
-        remain when the process ends.
+        The stores of these models are removed, except stores that checkpoint folders need. If this method is not
+        called, the stores remain after the end of the process.
         """
         run = _runs.pop(self.swap.model_dump_json(), None)
         if run is not None:
@@ -133,7 +136,7 @@ def run_of(parameters: list[Any]) -> Run | None:
 
 @register_quantizer(_NAME)
 class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
-    """A quantizer that keeps weights in their files while transformers loads a model."""
+    """A quantizer of transformers that leaves the weights in their files while transformers loads a model."""
 
     def __init__(self, quantization_config: InfinityConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -143,14 +146,13 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise NotAvailableError(
-                "InfinityConfig: several ranks are not available yet, because libraries wrap the model for each "
-                "rank. Remove the quantization_config and the Trainer's arguments from "
-                "infinity.hf, and start the script with "
-                "`torchrun --nproc-per-node N -m infinity.run swap.yaml SCRIPT`."
+                "InfinityConfig: several ranks are not available yet, because libraries wrap the model for each rank. "
+                "Remove the quantization_config and the Trainer's arguments from infinity.hf, and start the script "
+                "with `torchrun --nproc-per-node N -m infinity.run swap.yaml SCRIPT`."
             )
 
     def update_device_map(self, device_map: Any) -> None:
-        """Keep the swap config's placement: return no device_map."""
+        """Return no device_map, because the swap config says where weights are kept."""
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         converted = (each for each in weight_conversions if isinstance(each, WeightConverter))
@@ -158,7 +160,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         return weight_conversions
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        if self._keep is None:  # after loading, transformers may load adapters into the model
+        if self._keep is None:  # transformers may load adapters into the model after the model itself
             return False
         module, _, name = param_name.rpartition(".")
         return name in model.get_submodule(module)._parameters and param_name not in self._kept.misfits
@@ -212,16 +214,17 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
-    """Make load_state_dict of a resumed model change nothing, because a Trainer loads the folder's weights into the
-    model. The folder's generation has the same weights, with more precise masters.
+    """Make load_state_dict of a resumed model do nothing.
+
+    A Trainer would load the folder's weights into the model, but the model already has the same weights from the
+    folder's generation, with their more precise masters.
     """
 
-    marker = require_marker(folder)  # read now, because a Trainer removes the folder when newer folders exist
+    # the marker is read now, because a Trainer removes the folder when newer folders exist
+    marker = require_marker(folder)
 
     def goes_on(model: nn.Module) -> bool:
-        """Return whether the model will be offloaded from the folder's generation, or is offloaded and has the states
-        of this generation.
-        """
+        """Return whether the model has the states of the folder's generation, or will have them when it is offloaded."""
         if is_deferred(model):
             return run.began_from(model) is not None
         whole = run.outermost(model)
@@ -241,9 +244,10 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]
-    """A conversion that replaces each parameter of a checkpoint by a parameter on the meta device. A tensor that no
-    file has in the model's form is written to a scratch directory. The scratch directory is removed when the object
-    that reads the tensors is garbage-collected.
+    """A conversion that replaces each parameter of a checkpoint by a parameter on the meta device.
+
+    If no file has a tensor in the form that the model needs, the tensor is written to a scratch directory. The scratch
+    directory is removed when the object that reads the tensors is garbage-collected.
 
     Args:
         files: the checkpoint's files.
@@ -251,8 +255,8 @@ class _Keep(ConversionOps):  # type: ignore[misc]
 
     Attributes:
         converted: name patterns of the tensors that transformers converts.
-        misfits: shapes in the model of the parameters whose tensors in the checkpoint have another shape. transformers
-            initializes such a parameter or raises an error.
+        misfits: parameters for which model and checkpoint have different shapes, each with its shape in the model.
+            transformers initializes such a parameter or raises an error.
     """
 
     def __init__(self, files: list[str], config: SwapConfig) -> None:
@@ -260,7 +264,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         held = ExitStack()
         self._scratch = Path(held.enter_context(scratch_directory(config)))
         self._remove = in_this_process(held.close)
-        self._unread = weakref.finalize(self, self._remove)  # removes the directory if loading fails
+        self._unread = weakref.finalize(self, self._remove)  # this removes the directory if loading fails
         self._index: dict[str, dict[str, str]] = {}
         self.converted: set[str] = set()
         self.misfits: dict[str, torch.Size] = {}
@@ -298,10 +302,10 @@ class _Keep(ConversionOps):  # type: ignore[misc]
 
     def source(self, model: Any) -> Files:
         """Return the reader of the model's parameters. All parameters must be recorded already."""
-        with suppress(OSError):  # an error: the directory has converted tensors
-            self._scratch.rmdir()  # removed now, because a killed process would leave the directory
+        with suppress(OSError):  # if there are converted tensors, an error must not remove their directory
+            self._scratch.rmdir()  # the directory is removed from the disk now, because a killed process would leave it
         loader = OffloadedWeightsLoader(index=self._index, save_folder=str(self._scratch))
         source = Files(model, loader, str(model.config.name_or_path))
-        weakref.finalize(source, self._remove)  # a copy or a part of the model may outlive the model
+        weakref.finalize(source, self._remove)  # a copy or a part of the model may live longer than the model
         self._unread.detach()
         return source

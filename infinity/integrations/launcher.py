@@ -1,4 +1,4 @@
-"""`infinity run CONFIG SCRIPT ARGS…`: run a script that is written without infinity, with its model offloaded."""
+"""`infinity run CONFIG SCRIPT ARGS…`: run a script that does not mention infinity, with its models offloaded."""
 
 from __future__ import annotations
 
@@ -99,16 +99,16 @@ def _patch_imports(run: Run, patches: Patches) -> None:
 def _require_transformers_5(transformers: ModuleType) -> None:
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ConfigError(
-            f"infinity run needs transformers 5, and {transformers.__version__} is installed: "
-            "pip install --upgrade 'transformers>=5'"
+            f"infinity run needs transformers 5, and {transformers.__version__} is installed: pip install --upgrade "
+            "'transformers>=5'"
         )
 
 
 def _one_device() -> None:
-    """Make only one GPU visible, because Trainer would wrap the model in DataParallel for several GPUs.
+    """Make only one GPU visible. If several GPUs are visible, Trainer wraps the model in DataParallel.
 
-    Under torchrun, a Trainer does not use DataParallel, and the script uses the GPU of its LOCAL_RANK: the visible GPUs
-    are not changed.
+    Under torchrun the visible GPUs are not changed, because a Trainer does not use DataParallel, and the script uses
+    the GPU of its LOCAL_RANK.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "LOCAL_RANK" not in os.environ and (visible is None or "," in visible):

@@ -1,4 +1,4 @@
-"""The strategy of strategy.py for Lightning: `Trainer(strategy="infinity")`.
+"""Lightning's strategy for offloaded models, for scripts that import `lightning`: `Trainer(strategy="infinity")`.
 
 With a swap config: `Trainer(strategy=InfinityStrategy("swap.yaml"))`.
 """

@@ -1,10 +1,11 @@
 """The division of memory.device and memory.host among the models of a script.
 
 [Note: who gets how much]
-An offloaded model keeps the memory that its plan names. The remaining memory is divided among the model that is
-offloaded now and the loaded models that are not offloaded yet, in proportion to their weights. In the division of
-memory.host, a trained model has a larger factor, because a trained model has states. Therefore models that are loaded
-before any model is used share the memory by their sizes. A model that is loaded later gets the memory that is left.
+The plan of an offloaded model says how much memory the model has; this memory does not change. When another model is
+offloaded, the remaining memory is divided among this model and all loaded models that are not offloaded yet, in
+proportion to the bytes of their weights. In the division of memory.host, the bytes of a trained model count more,
+because a trained model has optimizer states. Models that are loaded before any model is used therefore share the memory
+by their sizes. A model that is loaded later gets the memory that is left.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from infinity.runtime.memory_fit import nbytes_of
 from infinity.sizes import format_bytes
 
 _TRAINED_WEIGHT = 4
-"""Factor for the bytes of a trained model in the division of memory.host, because a trained model has states, too. The
-factor of a model that is only evaluated is 1.
+"""Factor for the bytes of a trained model in the division of memory.host.
+
+A trained model also has optimizer states. The factor of a model that is only evaluated is 1.
 """
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A model that needs memory.
+    """A model that needs a share of the memory.
 
     Attributes:
-        trained: whether the model has states.
+        trained: whether the model has optimizer states.
     """
 
     model: nn.Module
@@ -53,7 +55,7 @@ class Claim:
 
 @dataclass
 class MemoryShares:
-    """The division of the memory of one script.
+    """The division of memory.device and memory.host among the models of one script.
 
     Attributes:
         config: the swap config whose memory is divided.
@@ -69,11 +71,12 @@ class MemoryShares:
 
         Args:
             mine: the model that is offloaded now.
-            waiting: models that are loaded and not offloaded.
+            waiting: models that are loaded but not offloaded.
             offloaded: models whose plans use memory.
-            at: device on which models compute.
+            at: device on which the models compute.
         """
-        if self._limits is None:  # measured once: a new plan does not use all of its memory yet
+        # the memory is measured once, because a new model does not use all of its memory at once
+        if self._limits is None:
             self._limits = limits_of(self.config, at)
         if not waiting and not offloaded:
             return self.config.memory
@@ -87,7 +90,7 @@ class MemoryShares:
 
 @contextmanager
 def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded: Sequence[nn.Module]) -> Iterator[None]:
-    """If the plan of a model does not fit, add to the error which other models share the memory."""
+    """If a model does not fit in its memory, add to the error which other models share the memory."""
     try:
         yield
     except PlanError as error:
@@ -99,9 +102,8 @@ def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded:
             raise PlanError(f"{error} ({count} this model got {given}, by its share of the weights.)") from error
         taken = ", ".join(f"{_name(each)} has {_taken_by(_plan_of(each))}" for each in offloaded)
         raise PlanError(
-            f"{error} ({count} {taken}, and {given} are left for this model. Load every "
-            "model before the first model is "
-            "used or gets its optimizer: the models then share the memory by their weights.)"
+            f"{error} ({count} {taken}, and {given} are left for this model. Load every model before the first model "
+            "is used or gets its optimizer: the models then share the memory by their weights.)"
         ) from error
 
 

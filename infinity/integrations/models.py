@@ -1,4 +1,7 @@
-"""Loading of models: `from_pretrained` returns a model whose weights stay in their files until it is offloaded."""
+"""Loading of models:
+
+`from_pretrained` returns a model whose weights are still in their files. Offloading reads the files.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ from infinity.runtime.offload import move_buffers
 logger = logging.getLogger(__name__)
 
 _NOT_OURS = ("state_dict", "tp_plan", "distributed_config", "gguf_file")
-"""Arguments of from_pretrained. If a script gives one of these arguments, transformers loads the model without
-infinity.
+"""Arguments of from_pretrained with which transformers loads the model without infinity.
 """
 _OF_PLACES = (
     "device_map",
@@ -33,13 +35,12 @@ _OF_PLACES = (
     "low_cpu_mem_usage",
     "quantization_config",
 )
-"""Arguments of from_pretrained that say where and in which form weights are stored. infinity removes
-these arguments.
+"""Arguments of from_pretrained that say where weights are stored, and in which form. infinity removes these arguments.
 """
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
-    """Make transformers load models without their weights, and register PEFT's wrappers."""
+    """Make transformers load models without their weights, and register the models in which PEFT wraps a model."""
     patches.when_imported(
         "transformers.modeling_utils",
         lambda module: patches.wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained(run)),
@@ -52,7 +53,8 @@ def replace_loading(run: Run, patches: Patches) -> None:
     patches.when_imported("peft", wrapping)
 
     def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if not torch.compiler.is_compiling():  # while compiling, each slice of a ModuleList is a new module
+        # while torch compiles a model, each slice of a ModuleList is a new module
+        if not torch.compiler.is_compiling():
             run.placed(parent, child)
 
     patches.add(register_module_module_registration_hook(placed).remove)
@@ -64,8 +66,9 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
         quantization = kwargs.get("quantization_config")
         if theirs or _is_to_disk(kwargs.get("device_map")) or is_left_to_transformers(quantization):
-            return original(cls, path, *args, **kwargs)  # for infinity.checkpoint.load, or without infinity
-        form_of(quantization)  # raises its error before the model is loaded
+            # the model is loaded for infinity.checkpoint.load, or without infinity
+            return original(cls, path, *args, **kwargs)
+        form_of(quantization)  # an error must be raised before the model is loaded
         with_info = kwargs.pop("output_loading_info", False)
         for name in _OF_PLACES:
             kwargs.pop(name, None)
@@ -75,7 +78,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
             model, source, info = on_meta(cls, str(path), dtype, run.scratch(), kwargs, as_plain=True)
         except ModelError as error:
             if isinstance(error.__cause__, OSError | ValueError):
-                raise error.__cause__ from error  # scripts expect this type if there is no such model
+                raise error.__cause__ from error  # scripts expect an error of this type if the model does not exist
             raise
         defer(model, source, run.device)
         move_buffers(model, run.device)
@@ -87,13 +90,16 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
 
 
 def _is_to_disk(device_map: Any) -> bool:
-    """Return whether this is the device_map of infinity.checkpoint.load, which may keep some parameters in memory."""
+    """Return whether this is the device_map that infinity.checkpoint.load uses.
+
+    Such a device_map may keep some parameters in memory.
+    """
     return isinstance(device_map, dict) and device_map.get("") == "disk"
 
 
 def _wrapping(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        run.take_back(model)  # the model may have been offloaded to be evaluated
+        run.take_back(model)  # the model may have been offloaded for an evaluation
         original(self, model, *args, **kwargs)
         run.wrapped(model, self)
 
@@ -103,7 +109,7 @@ def _wrapping(run: Run) -> Callable[..., None]:
 def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
     """Replace PEFT's prepare_model_for_kbit_training.
 
-    The original function casts all weights except those of bitsandbytes to fp32, and so reads all weights into memory.
+    The original function casts all weights except bitsandbytes' own to fp32, which would read all weights into memory.
     """
     for module in (peft, peft.utils, peft.utils.other):
         patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
@@ -126,7 +132,7 @@ def _preparing(run: Run) -> Callable[..., Any]:
                 model.enable_input_require_grads()
             if hasattr(model, "activation_checkpointing_enable"):
                 model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-            else:  # the method's name in the first versions of transformers 5
+            else:  # the first versions of transformers 5 have this name for the method
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         logger.warning("infinity: prepare_model_for_kbit_training: the weights are frozen, and keep their dtype")
         return model

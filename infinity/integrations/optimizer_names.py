@@ -1,4 +1,4 @@
-"""The optimizer names of `optim=` in TrainingArguments, and infinity's optimizer for each."""
+"""Names of optimizers for `optim=` of TrainingArguments, and infinity's optimizer for each name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ infinity places the states by its plan.
 
 
 def wish_for(args: Any, run: Run) -> None:
-    """Record which optimizer the Trainer will make, so that the plan has room for the optimizer's states. For an 8-bit
-    optimizer, infinity uses int8 moments, and a log line says this.
+    """Record which optimizer the Trainer will make, so that the plan has room for the optimizer's states.
+
+    If it is an 8-bit optimizer, infinity uses int8 moments, and logs this.
     """
     name = _name(args)
     run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
@@ -34,8 +35,9 @@ def wish_for(args: Any, run: Run) -> None:
 
 
 def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the class and the options of an optimizer whose name in transformers needs another library; None for all
-    other names. The result replaces the result of Trainer.get_optimizer_cls_and_kwargs.
+    """Return infinity's class and options for an optimizer for which transformers would need another library.
+
+    Return None for all other optimizers. The result replaces the result of Trainer.get_optimizer_cls_and_kwargs.
     """
     name, betas = _name(args), (args.adam_beta1, args.adam_beta2)
     if name in _ADAMW:

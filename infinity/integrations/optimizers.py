@@ -1,4 +1,4 @@
-"""Replacement of torch's optimizers by infinity's, for a model that is offloaded or will be offloaded."""
+"""Replacement of torch's optimizers by infinity's optimizers, for models that are or will be offloaded."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
 
 
 def ours_for(theirs: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return infinity's optimizer class for an optimizer class of torch. Any other class is returned unchanged."""
+    """Return infinity's optimizer class for an optimizer class of torch. Return any other class unchanged."""
     return _OURS.get(theirs, theirs)
 
 
 def replace_optimizers(run: Run, patches: Patches) -> None:
-    """Make `torch.optim.AdamW(model.parameters(), ...)` and similar calls offload a loaded model.
+    """Make `torch.optim.AdamW(model.parameters(), ...)` and similar calls offload a model that a library loaded.
 
-    The result of such a call is one of infinity's optimizers.
+    The object that such a call creates is one of infinity's optimizers.
     """
     for theirs, ours in _OURS.items():
         patches.wrap(theirs, "__init__", _becoming(run, theirs, ours))
@@ -53,8 +53,10 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
 
 
 def _warning_of_names() -> Callable[..., Any]:
-    """Return a replacement of StateHandle.__reduce__, which warns once if the script itself saves an optimizer's
-    state_dict. The warning says that the store is removed at the end of the script.
+    """Return a replacement of StateHandle.__reduce__.
+
+    It warns once if the script itself saves an optimizer's state_dict. The file has only the names of the states, and
+    the store is removed at the end of the script.
     """
     runs: set[str] = set()
 
@@ -63,11 +65,10 @@ def _warning_of_names() -> Callable[..., Any]:
             runs.add(handle.run)
             logger.warning(
                 "infinity: the script saves the state_dict of an optimizer itself. It has only the names of the "
-                "states, and the states stay in the store, which is removed when the script "
-                "succeeds. To resume from step %d in a "
-                "later process, save with accelerator.save_state, with a Trainer's checkpoints, or, with `pins: 1` in "
-                "the swap config, with infinity.runtime.pins.pin(model, folder): such a folder keeps its states, and "
-                "`infinity run --resume folder` resumes from it",
+                "states, and the states stay in the store, which is removed when the script succeeds. To resume from "
+                "step %d in a later process, save with accelerator.save_state, with a Trainer's checkpoints, or, with "
+                "`pins: 1` in the swap config, with infinity.runtime.pins.pin(model, folder): such a folder keeps its "
+                "states, and `infinity run --resume folder` resumes from it",
                 handle.step,
             )
         return original(handle)
@@ -89,8 +90,9 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
 
 
 def _bringing(run: Run) -> Callable[..., None]:
-    """Return a constructor for infinity's own optimizers. The constructor first offloads the model, if the model is not
-    offloaded.
+    """Return a constructor for infinity's own optimizers.
+
+    If the model is not offloaded, the constructor offloads it first.
     """
 
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +129,7 @@ def _refusing(run: Run) -> Callable[..., None]:
                 "infinity.Lion."
             )
         original(self, params, *args, **kwargs)
-        if not ours and type(self) not in _OURS:  # optimizers in _OURS were handled already
+        if not ours and type(self) not in _OURS:  # an optimizer in _OURS was already handled
             stays = holder_of(parameters_in(params))
             if stays is not None:
                 log_kept_optimizer(self, stays)
@@ -136,7 +138,7 @@ def _refusing(run: Run) -> Callable[..., None]:
 
 
 def _listed(params: Any) -> Any:
-    """Return the first argument of an optimizer with iterators and views replaced by lists, as torch does."""
+    """Return the first argument of an optimizer, with each iterator or view replaced by a list. torch does the same."""
     params = _as_list(params)
     for each in params if isinstance(params, list | tuple) else ():
         if isinstance(each, dict) and "params" in each:
@@ -145,15 +147,15 @@ def _listed(params: Any) -> Any:
 
 
 def _as_list(params: Any) -> Any:
-    """Return a list for an iterator or a view. Values that torch refuses are returned unchanged."""
+    """Return a list of the elements of an iterator or a view. Return a value that torch refuses unchanged."""
     stays = not isinstance(params, Iterable) or isinstance(params, list | tuple | torch.Tensor | Mapping | Set)
     return params if stays else list(params)
 
 
 def _in_tiles(params: Any) -> Any:
-    """Return the first argument of an optimizer. In the result, the parameters of a layer's tiles replace the
-    parameters of the tiled layer. When the optimizer is made, the model is offloaded, and a layer that is too large is
-    tiled.
+    """Return the first argument of an optimizer, with parameters of tiles in place of those of tiled layers.
+
+    Making the optimizer offloads the model, and offloading divides layers that are too large into tiles.
     """
     if not isinstance(params, list | tuple):
         return params
@@ -171,8 +173,9 @@ def _in_tiles(params: Any) -> Any:
 
 
 def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
-    """Offload the model of these parameters, and return whether the parameters belong to an offloaded model. The model
-    is a model that a library loaded, or a module of the script that is large enough.
+    """Offload the model to which these parameters belong, and return whether they belong to an offloaded model.
+
+    The model is one that a library loaded, or a module of the script that is large enough.
     """
     model, home = run.owner_of(parameters), _home_of(parameters)
     if model is None and home is None and optimizer is not None:
@@ -182,7 +185,7 @@ def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimize
         _require_all_in(model, parameters)
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     elif home is not None:
-        give_saving(home)  # the script may have offloaded the model itself
+        give_saving(home)  # the script itself may have offloaded the model
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
     places = [each[1] for each in found if each is not None]
     if optimizer is not None and model in run.references and not any(place.group.trainable for place in places):
@@ -194,7 +197,7 @@ def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimize
 
 
 def _home_of(parameters: list[Any]) -> nn.Module | None:
-    """Return the offloaded model that has some of these parameters: the loaded model or a module around it."""
+    """Return the offloaded model that has some of these parameters. This is a loaded model, or a module around it."""
     for each in parameters:
         found = registry.find(each) if isinstance(each, nn.Parameter) else None
         if found is not None:
@@ -203,26 +206,26 @@ def _home_of(parameters: list[Any]) -> nn.Module | None:
 
 
 def _outside(model: nn.Module, parameters: list[Any]) -> list[Any]:
-    """Return the elements of `parameters` that are not parameters of the model."""
+    """Return the elements of `parameters` that the model does not have."""
     inside = set(map(id, model.parameters()))
     return [each for each in parameters if id(each) not in inside]
 
 
 def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
-    """Raise ModelError if an optimizer would also train parameters in memory."""
+    """Raise ModelError if an optimizer for an offloaded model also has parameters that are not offloaded."""
     others = _outside(model, parameters)
     if others:
         raise ModelError(
-            f"an optimizer gets the parameters of a {type(model).__name__}, which infinity offloads, and "
-            f"{len(others)} others, the first of shape {tuple(others[0].shape)}. Put both into one module, class "
-            "Whole(nn.Module) with both as attributes, and give the optimizer its parameters(); or make an optimizer "
-            "for each."
+            f"an optimizer gets the parameters of a {type(model).__name__}, which infinity offloads, and {len(others)} "
+            f"others, the first of shape {tuple(others[0].shape)}. Put both into one module, class Whole(nn.Module) "
+            "with both as attributes, and give the optimizer its parameters(); or make an optimizer for each."
         )
 
 
 def _accumulation_steps() -> int | None:
-    """Return the number of backward passes before a step in accelerate's state. Return None if the number is 1, or if
-    the script does not use accelerate.
+    """Return the number of backward passes before a step that accelerate knows.
+
+    Return None if the number is 1, or if the script does not use accelerate.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.GradientState._shared_state:

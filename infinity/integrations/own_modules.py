@@ -1,5 +1,6 @@
-"""Search for the module for which a script makes an optimizer. The script defines such a module itself; no library has
-loaded the module.
+"""Search for the module whose parameters an optimizer gets.
+
+The search is for modules that the script makes itself, and not for models that a library loads.
 """
 
 from __future__ import annotations
@@ -11,36 +12,36 @@ from typing import Any
 from torch import nn
 
 WORTH_NUMEL = 1_000_000
-"""Minimum number of parameters of a module that is offloaded."""
+"""Minimum number of parameters for which a script's own module is offloaded."""
 
 
 def holder_of(parameters: Iterable[Any]) -> nn.Module | None:
     """Return the smallest module that has all of these parameters, if it is large enough to be offloaded.
 
-    If several modules have the same parameters, return the outermost module, because the script calls the outermost
-    module.
+    If several modules have the same parameters, return the outermost one, because the script calls this module.
     """
     wanted = {id(each) for each in parameters if isinstance(each, nn.Parameter)}
     if not wanted:
         return None
-    if not _holders(wanted):  # the usual case is a small module: no garbage collection
+    if not _holders(wanted):  # usually the module is small, and no garbage collection is needed
         return None
-    gc.collect()  # frees modules without references, which do not belong to the script
+    gc.collect()  # this frees modules that the script does not use any more
     numels = _holders(wanted)
     smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
     return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
 
 
 def _holders(wanted: set[int]) -> dict[nn.Module, int]:
-    """Return the modules that are large enough and have all parameters with these ids. The values are the modules'
-    numbers of parameters.
+    """Return the modules that are large enough and have all parameters with these ids.
+
+    The value for a module is its number of parameters.
     """
     numels: dict[nn.Module, int] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
             try:
                 found = {id(parameter): parameter.numel() for parameter in each.parameters()}
-            except Exception:  # a lazy module, or a module that overrides parameters()
+            except Exception:  # the module is lazy, or overrides parameters()
                 continue
             if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
                 numels[each] = sum(found.values())

@@ -1,8 +1,9 @@
-"""The table of every library function that `infinity run` replaces, and of every private method of a Trainer that
-`infinity finetune` uses. Each row contains the reason.
+"""The table of all library functions that `infinity run` replaces.
 
-`Patches` (patches.py) refuses to replace a function that has no row in this table. A row is removed as soon as the
-library has a suitable official extension point. The extension points that infinity uses are in plug_points.py,
+It also has all private methods of a Trainer that `infinity finetune` uses. Each row gives the reason.
+
+`Patches` (patches.py) refuses to replace a function that has no row in this table. When a library gets an official
+extension point that suffices, the row is removed. Code that uses official extension points is in plug_points.py,
 infinity_config.py and lightning.py.
 """
 
@@ -19,8 +20,9 @@ TESTED = {
     "transformers": "5.23.0",
     "trl": "1.16.0",
 }
-"""Versions of libraries in constraints.txt. If the installed version of a library lacks a function, the error
-recommends the version in this table.
+"""Versions of libraries in constraints.txt.
+
+If an installed library lacks a function of the table, the error recommends this version.
 """
 
 
@@ -29,15 +31,16 @@ RUN, FINETUNE = "infinity run", "infinity finetune"
 
 @dataclass(frozen=True)
 class PatchRow:
-    """A library function that infinity replaces, or a private library function that infinity uses.
+    """A library function that infinity replaces, or a private library function that infinity calls or overrides.
 
     Attributes:
-        where: dotted names of the function; several names if libraries have the function in several places.
-        does: action of the function under infinity.
+        where: dotted names of the function. There are several names if the function exists in several places.
+        does: effect of the function under infinity.
         why: reason why no official extension point suffices.
-        breaks: first symptom when the function moves.
-        takes: leading parameters with which infinity's function is called, without `self`.
-        who: the command that depends on the function: RUN replaces it, FINETUNE calls it or replaces it in a subclass.
+        breaks: first symptom if the library moves or removes the function.
+        takes: names of the first parameters of the function, without `self`, on which infinity relies.
+        who: the command that depends on the function. `infinity run` (RUN) replaces it; `infinity finetune` (FINETUNE)
+            calls it, or overrides it in a subclass.
     """
 
     where: tuple[str, ...]
@@ -184,8 +187,8 @@ POINTS = (
     PatchRow(
         (f"{_TRAINER}._save_checkpoint", "transformers.trainer.rotate_checkpoints"),
         "pins the generation before older folders are removed",
-        "on_save is called after older folders were removed: a kill between the two would "
-        "leave no folder to resume from",
+        "on_save is called after older folders were removed: a kill between the two would leave no folder to resume "
+        "from",
         "checkpoint folders pin nothing",
     ),
     PatchRow(
@@ -340,4 +343,4 @@ ATTRIBUTES = {
     (_TRAINER, "_train_batch_size"): "a run's batches have another size than its options say",
     ("transformers.training_args.TrainingArguments", "_n_gpu"): "TRL refuses a machine with several GPUs",
 }
-"""Private attributes that `infinity finetune` uses, with the first symptom if the attribute is gone."""
+"""Private attributes that `infinity finetune` uses, each with the first symptom if the attribute is missing."""

@@ -1,4 +1,4 @@
-"""Replacement of library functions, so that an unchanged script uses infinity's functions; and their restoration."""
+"""Replacement of library functions by infinity's for an unchanged script, and restoration of the originals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _active: list[str] = []
 
 
 def active() -> list[str]:
-    """Return the names of the functions that are replaced now, and of the modules whose import is awaited."""
+    """Return the names of the functions that are replaced now, and of the modules that are patched when imported."""
     return list(_active)
 
 
 class Patches:
-    """Replaced attributes of classes and modules, in the order of their replacement.
+    """A record of replaced attributes of classes and modules, in the order of their replacement.
 
     At the end of a `with` block, the originals are restored.
     """
@@ -43,8 +43,8 @@ class Patches:
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Make `owner.name(*args)` call `ours(theirs, *args)`, where `theirs` is the original.
 
-        A classmethod remains a classmethod, and a staticmethod a staticmethod. An inherited method is replaced in
-        `owner` only.
+        The replacement of a classmethod is a classmethod, and the replacement of a staticmethod is a staticmethod. An
+        inherited method is replaced only in `owner`.
 
         Raises:
             NotAvailableError: the library does not have the function any more.
@@ -71,7 +71,7 @@ class Patches:
         setattr(owner, name, value)
 
     def add(self, undo: Callable[[], None]) -> None:
-        """Register a function that reverts another change."""
+        """Register a function that `undo` calls to revert another change."""
         self._others.append(undo)
 
     def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
@@ -124,15 +124,16 @@ def place_of(owner: Any, name: str) -> str:
 def require_there(owner: Any, name: str, place: str, point: PatchRow) -> None:
     """Raise NotAvailableError if the owner lacks the attribute.
 
-    The error names the attribute (`place`) and the effect of the replacement (`point`).
+    The error names the attribute (`place`), and says what the replacement does (`point`).
     """
-    every = isinstance(owner, type) and name.startswith("__")  # an inherited __init__ does not count
+    # an __init__ that is inherited from object does not count
+    every = isinstance(owner, type) and name.startswith("__")
     if not (name in vars(owner) if every else hasattr(owner, name)):
         package = place.partition(".")[0]
         mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
         raise NotAvailableError(
-            f"{place} does not exist. infinity replaces it: the replacement {point.does}. "
-            f"Without it: {point.breaks}.{mend}"
+            f"{place} does not exist. infinity replaces it: the replacement {point.does}. Without it: "
+            f"{point.breaks}.{mend}"
         )
 
 
@@ -144,7 +145,7 @@ def _place(owner: Any, name: str) -> str:
 
 
 class _WhenImported(MetaPathFinder):
-    """An import finder that calls a function after one module was imported."""
+    """An import finder that calls a function when one particular module has been imported."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -152,8 +153,10 @@ class _WhenImported(MetaPathFinder):
         self._looking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec whose loader calls `act` after it has executed the module. Callers that only check whether the
-        module exists call find_spec, too. Therefore the finder stays in sys.meta_path until the module is executed.
+        """Return a spec whose loader executes the module and then calls `act`.
+
+        Some callers of find_spec only check whether the module exists, so the finder remains in sys.meta_path until the
+        module is executed.
         """
         if name != self._name or self._looking:
             return None
@@ -179,7 +182,7 @@ class _WhenImported(MetaPathFinder):
 
 @contextmanager
 def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function during a `with` block. See Patches.wrap."""
+    """Replace a function in the `with` block. The arguments are those of Patches.wrap."""
     with Patches() as patches:
         patches.wrap(owner, name, ours)
         yield

@@ -1,4 +1,4 @@
-"""Objects for a Trainer's own arguments: an optimizer, and a callback for checkpoint folders.
+"""An optimizer factory and a callback for checkpoint folders, which a script passes to a Trainer as arguments.
 
 trainer = Trainer(
     model=model,  # of from_pretrained(path, quantization_config=infinity.InfinityConfig("swap.yaml"))
@@ -45,19 +45,18 @@ def optimizer_factory(
 
     Give the factory to a Trainer as `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Give
     Trainers without this argument, such as TRL's for DPO and GRPO, the optimizer itself:
-    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. Wrap the model in adapters before you
-    call the factory. In your own training loop, call `infinity.hf.optimizer_factory(model, lr=1e-5)`.
+    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. If the model gets adapters, add them
+    before you call the factory. In your own training loop, call `infinity.hf.optimizer_factory(model, lr=1e-5)`.
 
     Args:
-        model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded model, with the wrappers of
-            libraries. transformers first calls the factory without a model.
+        model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded model. Libraries may have
+            wrapped the model. transformers first calls the factory without a model.
         lr: the learning rate, which is required.
         optimizer: infinity.AdamW, or another of infinity's optimizer classes.
-        weight_decay: weight decay of the parameters that a Trainer decays: all except biases and the parameters of
-            norms.
-        args: arguments of the Trainer, if the optimizer is made before the Trainer. infinity offloads the model for the
-            precision, the number of backward passes before a step and the number of checkpoint folders in these
-            arguments.
+        weight_decay: weight decay of all parameters except biases and the parameters of norms, which a Trainer does not
+            decay either.
+        args: the Trainer's arguments, if the optimizer is made before the Trainer. They say in which precision the
+            model computes, how many backward passes come before a step, and how many checkpoint folders exist.
         options: other options of the optimizer.
 
     Raises:
@@ -69,9 +68,9 @@ def optimizer_factory(
         return optimizer_factory
     if lr is None:
         raise ConfigError(
-            "infinity.hf.optimizer_factory: there is no learning rate, and the Trainer's "
-            "learning rate is not used. Give "
-            "one: optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5}), or lr=1e-5 beside the model"
+            "infinity.hf.optimizer_factory: there is no learning rate, and the Trainer's learning rate is not used. "
+            "Give one: optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5}), or lr=1e-5 beside the "
+            "model"
         )
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups: list[dict[str, Any]] = [
@@ -88,19 +87,19 @@ def optimizer_factory(
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
-    """A callback that pins the generation with the optimizer's states for each checkpoint folder of a Trainer.
+    """A callback of a Trainer. For each checkpoint folder, it pins the generation with the optimizer's states.
 
     To continue from a folder bit for bit, a later process loads the model with `InfinityConfig("swap.yaml",
     resume=folder)`, and calls `trainer.train(resume_from_checkpoint=folder)`.
 
-    A Trainer removes old folders before it calls callbacks for a new folder. If the process is killed between these two
-    actions, all folders except the newest folder pin a generation. Keep two or more folders (save_total_limit), so that
-    training can be resumed from one of the older folders.
+    A Trainer removes old folders before it calls callbacks for a new folder. If the process is killed in between, the
+    newest folder pins no generation, but the older folders do. Therefore keep two or more folders (save_total_limit),
+    so that training can be resumed from an older folder.
 
     Raises (when the Trainer is made):
         ConfigError: several GPUs are visible to one process; the model was not loaded with an InfinityConfig; or an
             optimizer was made earlier, for another precision.
-        PlanError: the model was offloaded earlier, and its store has no room for pins.
+        PlanError: the model was offloaded earlier, and its store has no room for pinned generations.
     """
 
     def on_init_end(
@@ -117,7 +116,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
                 "quantization_config=infinity.InfinityConfig(...), and its folders would pin nothing"
             )
         tell(args, run, _precision(args))
-        if registry.is_offloaded(model) and not run.is_evaluated(model):  # an optimizer was made before the Trainer
+        if registry.is_offloaded(model) and not run.is_evaluated(model):  # the optimizer was made before the Trainer
             _require_precision(model, _precision(args))
             if saves_states(args):
                 require_pins(model)
@@ -140,13 +139,13 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             saving.finish()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Unpin removed folders: a Trainer also removes folders after the last save."""
+        """Unpin removed folders, because a Trainer also removes folders after the last save."""
         if saves_states(args):
             _unpin_removed(model, Path(args.output_dir))
 
 
 def _run_around(model: nn.Module) -> Run | None:
-    """Return the run of a loaded model. Register the wrappers around the model, such as PEFT's, in this run."""
+    """Return the run of a loaded model, in which the wrappers around the model (such as PEFT's) are registered."""
     run = run_of(list(model.parameters()))
     if run is not None:
         for inner in run.models_in(model) if is_peft_model(model) else ():
@@ -163,7 +162,7 @@ def _unpin_removed(model: nn.Module, output: Path) -> None:
 
 
 def _require_precision(model: nn.Module, precision: str) -> None:
-    """Raise ConfigError if weights were offloaded in fp32 but are computed in 16 bits."""
+    """Raise ConfigError if weights were offloaded in fp32 but the Trainer computes in 16 bits."""
     adapters = is_peft_model(model)  # PEFT keeps adapters in fp32
     wide = [
         place.spec.name
@@ -173,8 +172,8 @@ def _require_precision(model: nn.Module, precision: str) -> None:
     if precision != "no" and wide:
         raise ConfigError(
             f"Checkpoints: the Trainer computes in {precision}, but its optimizer was made before that was known: "
-            f"'{wide[0]}' was offloaded in fp32, and takes twice the memory. Give the factory the arguments of "
-            "the Trainer: optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)"
+            f"'{wide[0]}' was offloaded in fp32, and takes twice the memory. Give the factory the arguments of the "
+            "Trainer: optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)"
         )
 
 

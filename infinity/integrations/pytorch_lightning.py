@@ -1,4 +1,4 @@
-"""The strategy of strategy.py for scripts that import pytorch_lightning."""
+"""Lightning's strategy for offloaded models, for scripts that import `pytorch_lightning`."""
 
 from __future__ import annotations
 

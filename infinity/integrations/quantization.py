@@ -21,13 +21,12 @@ _HEAD = "lm_head"
 
 
 def is_left_to_transformers(quantization: Any) -> bool:
-    """Return whether a quantization_config asks for weights that are decoded on loading."""
+    """Return whether a quantization_config asks transformers to decode the weights while it loads them."""
     return bool(_value(quantization, "dequantize"))
 
 
 def form_of(quantization: Any) -> FrozenName | None:
-    """Return the form in which infinity stores a model's frozen weights, instead of the quantization that the script
-    asks for.
+    """Return the form in which infinity stores a model's frozen weights if the script asks for quantized weights.
 
     Args:
         quantization: the quantization_config of from_pretrained: an object of transformers, or its dict.
@@ -36,7 +35,7 @@ def form_of(quantization: Any) -> FrozenName | None:
         The form; None if the script asks for no quantization.
 
     Raises:
-        NotAvailableError: the quantization_config is not one of bitsandbytes.
+        NotAvailableError: the quantization_config is not for bitsandbytes.
     """
     if quantization is None:
         return None
@@ -46,8 +45,8 @@ def form_of(quantization: Any) -> FrozenName | None:
         if str(method) == "infinity":
             raise NotAvailableError(
                 f"from_pretrained(quantization_config={named}): `infinity run` has a swap config already. Remove the "
-                "quantization_config and a Trainer's arguments from infinity.hf, or start the script without "
-                "`infinity run`."
+                "quantization_config and a Trainer's arguments from infinity.hf, or start the script without `infinity "
+                "run`."
             )
         raise NotAvailableError(
             f"from_pretrained(quantization_config={named}): infinity quantizes weights to NF4 or int8. Leave the "
@@ -60,7 +59,7 @@ def form_of(quantization: Any) -> FrozenName | None:
 
 
 class Forms:
-    """Forms of frozen weights by model, for models whose quantization_config asks for quantized weights."""
+    """The form of frozen weights of each model for which a script gave a quantization_config."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, FrozenName] = weakref.WeakKeyDictionary()
@@ -84,13 +83,14 @@ class Forms:
         logger.warning("infinity: BitsAndBytesConfig(%s): %s. bitsandbytes is not used.", asked, done)
 
     def copied(self, model: nn.Module, another: nn.Module) -> None:
-        """Use the form of a model for the model's copy, too."""
+        """Use the form of a model also for a copy of the model."""
         if model in self._of:
             self._of[another] = self._of[model]
 
     def changes(self, model: nn.Module, config: SwapConfig) -> dict[str, Any]:
-        """Return the changes of a model's swap config that the script asks for. The model may be a wrapper around a
-        loaded model.
+        """Return the changes of the swap config that follow from a model's quantization_config.
+
+        The model may be a wrapper around a loaded model.
         """
         found = [self._of[each] for each in model.modules() if each in self._of]
         return {"frozen": found[0]} if found and config.frozen == "auto" else {}
@@ -103,7 +103,7 @@ _RESTS: dict[str, str] = {
 
 
 def _others(quantization: Any) -> str:
-    """Return a text about the settings in a quantization_config that infinity ignores."""
+    """Return text that names the settings of a quantization_config that infinity ignores."""
     said = ""
     if _value(quantization, "load_in_4bit") and _value(quantization, "bnb_4bit_quant_type") != "nf4":
         said += "; fp4 is not available, and NF4 takes the same space"

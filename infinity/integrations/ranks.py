@@ -1,4 +1,4 @@
-"""Scripts that torchrun starts several times: infinity replaces DistributedDataParallel."""
+"""Replacement of DistributedDataParallel, for scripts that torchrun starts on several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replace_ddp(patches: Patches) -> None:
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(module):
                 return super().__new__(cls)
-            module.__dict__["module"] = module  # scripts save model.module; __dict__: no submodule
+            module.__dict__["module"] = module  # scripts save model.module; in __dict__ it is not a submodule
             return module
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
@@ -34,8 +34,9 @@ def replace_ddp(patches: Patches) -> None:
 
 
 def replace_generating(patches: Patches, generation: ModuleType) -> None:
-    """Make ranks whose sequences have ended continue in `generate` until all ranks are done, because the forward of
-    each rank needs the weights of all ranks.
+    """Make each rank continue in `generate` until all ranks are done, even if its own sequences have ended.
+
+    A forward on one rank needs the weights of all ranks.
     """
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`save_pretrained` of an offloaded model: the model gets its own method, which writes one shard at a time."""
+"""Replacement of `save_pretrained` on an offloaded model by a method that writes one shard at a time."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _ONLY_THEIRS = (
     "save_embedding_layers",
     "path_initial_model_for_weight_conversion",
 )
-"""Arguments of save_pretrained. If a script gives one of these arguments, the libraries save the model without
-infinity.
+"""Arguments of save_pretrained with which transformers or PEFT saves the model without infinity.
 """
 _OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 _METHOD = "save_pretrained"
 
 
 def give_saving(model: nn.Module) -> None:
-    """Make `model.save_pretrained` of an offloaded model write one shard at a time, if the model's class has a
-    save_pretrained.
+    """Make `save_pretrained` of an offloaded model write one shard at a time.
+
+    If the model's class has no save_pretrained, do nothing.
     """
     if hasattr(type(model), _METHOD):
         object.__setattr__(model, _METHOD, _SavePretrained(model))
 
 
 def take_saving(model: nn.Module) -> None:
-    """Restore `model.save_pretrained` of the model's class."""
+    """Make `model.save_pretrained` the method of the model's class again."""
     model.__dict__.pop(_METHOD, None)
 
 
 class _SavePretrained(Guard):
-    """The replacement of a model's save_pretrained. The replacement does not keep the model alive."""
+    """The replacement of a model's save_pretrained. It has only a weak reference to the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of = weakref.ref(model)

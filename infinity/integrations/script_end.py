@@ -1,6 +1,6 @@
-"""The end of a script: its threads are joined and its atexit functions run while its models are still open.
+"""The end of a script. The script's threads are joined and its atexit functions run before its models are closed.
 
-Python does the same at the end of a process, but only after `infinity run` has closed the models.
+Python itself would do this at the end of the process, which is after `infinity run` has closed the models.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 from infinity.integrations.patches import Patches
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Directories of code that does not belong to a script. atexit functions that libraries register run when Python itself
-ends.
+"""Directories of code that does not belong to a script. Python itself runs the atexit functions of such code.
 """
 
 
 @contextmanager
 def script_end() -> Iterator[None]:
-    """Run a script in the `with` block. Whether the script succeeds or fails, its threads and atexit functions finish
-    before the block ends.
+    """Return a context manager for running a script in its block.
+
+    Before the block ends, the script's threads are joined and its atexit functions are run, even if the script fails.
     """
     there, functions = set(threading.enumerate()), _Functions()
     try:
@@ -50,7 +50,7 @@ def script_end() -> Iterator[None]:
 
 
 class _Functions:
-    """The atexit functions of a script. Each function is kept with the `__main__` module at its registration."""
+    """The atexit functions of a script, each with the `__main__` module at the time of its registration."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Callable[..., Any], Callable[[], Any], ModuleType]] = []
@@ -87,8 +87,9 @@ def _is_of_a_script(frame: FrameType) -> bool:
 
 
 def _print_awaited_threads(error: BaseException, there: Collection[threading.Thread]) -> None:
-    """Print the script's error before its threads are joined, because a thread may wait for an event that never
-    happens.
+    """Print the error of a script, and the names of the threads that are joined next.
+
+    A thread may wait for an event that never happens.
     """
     names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
     if names:
@@ -105,23 +106,24 @@ def _join(there: Collection[threading.Thread]) -> None:
         for thread in waited:
             pool = _pool_of(thread)
             if pool is not None:
-                pool.shutdown()  # completes the work that was submitted
+                pool.shutdown()  # this completes the submitted work
             thread.join()
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
     """Return whether the end of the script waits for a thread.
 
-    The script's end does not wait for the thread of a process pool: this thread ends when Python itself ends, and the
-    pool's processes have no models.
+    The end does not wait for the thread of a process pool. This thread ends when Python itself ends, and the processes
+    of the pool have no models.
     """
     of_processes = type(thread).__module__ == "concurrent.futures.process"
     return not (thread.daemon or of_processes or thread is threading.current_thread())
 
 
 def _pool_of(thread: threading.Thread) -> ThreadPoolExecutor | None:
-    """Return the thread pool of a worker thread; None for other threads. A worker thread waits for work until its pool
-    is shut down.
+    """Return the thread pool to which a thread belongs; None if it belongs to none.
+
+    A thread of a pool waits for work until the pool is shut down.
 
     The thread's first argument is a weak reference to the pool.
     """

@@ -55,7 +55,7 @@ def log_nothing_offloaded() -> None:
 def log_kept_optimizer(optimizer: object, model: nn.Module) -> None:
     """Log that a module of the script stays in memory.
 
-    The module is large enough to be offloaded, but an optimizer other than infinity's was made for it.
+    The module is large enough to be offloaded, but infinity does not have the optimizer that was made for the module.
     """
     if rank_and_world()[0] == 0:
         logger.warning(

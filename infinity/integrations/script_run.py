@@ -1,4 +1,4 @@
-"""The state of a script under infinity: its swap config, the models that it loaded, and the offloaded models."""
+"""The state of a script under infinity: the swap config, the models that libraries loaded, and the offloaded models."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Wishes:
-    """Facts about the training that are known before the model is offloaded.
+    """Facts about the training that are known before the trained model is offloaded.
 
     Attributes:
         accumulation_steps: backward passes before a step.
-        optimizer: name of the optimizer for whose states the plan has room.
+        optimizer: name of the optimizer. The plan has room for its states.
         moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
         folder: the checkpoint folder to resume from.
         begin: function that offloads the model when `folder` is None: infinity.offload or infinity.resume.
-        pins: the number of checkpoint folders that exist at a time.
-        dtype: dtype that the weights are to have: the dtype in which the script computes.
+        pins: the maximum number of checkpoint folders that exist at the same time.
+        dtype: dtype that the weights will have, which is the dtype in which the script computes.
         device: device on which models compute; None: the current GPU, or the CPU if there is none.
     """
 
@@ -89,7 +89,7 @@ class Run:
         wishes: facts about the training of the trained model.
         references: models that are only evaluated.
         trained: models that will be trained, even if they are evaluated first.
-        forms: forms of frozen weights, if the script asks for quantized ones.
+        forms: forms of frozen weights of models for which the script asks for quantized weights.
     """
 
     config: SwapConfig
@@ -136,11 +136,11 @@ class Run:
         return self._scratch.enter_context(scratch_directory(self.config))
 
     def wish(self, **known: Any) -> None:
-        """Add facts about the training. The keys of `known` are attributes of Wishes."""
+        """Record facts about the training. The keys of `known` are attributes of Wishes."""
         self.wishes = replace(self.wishes, **known)
 
     def computes_in(self, mixed_precision: Any) -> None:
-        """Set the dtype of the weights from accelerate's mixed_precision: "no", "bf16" or "fp16"."""
+        """Record the dtype of the weights, for a value of accelerate's mixed_precision: "no", "bf16" or "fp16"."""
         self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision)))
 
     # -- models -------------------------------------------------------------------------------------------------------
@@ -154,12 +154,13 @@ class Run:
         model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
-        """Register the copy of a loaded model, or the copy of a wrapper that a library put around a loaded model.
-        Return the copy. The facts that are known about the original also apply to the copy.
+        """Return a copy of a loaded model, or of a library's wrapper around a loaded model, and register the copy.
+
+        Facts that are known about the original also apply to the copy.
 
         Args:
             model: the original.
-            memo: copy.deepcopy's memo of the objects copied so far.
+            memo: memo of copy.deepcopy, which has the objects that were already copied.
         """
         copied: nn.Module | None = memo.get(id(model))
         if copied is not None and model in self._loaded:
@@ -177,7 +178,10 @@ class Run:
             self._parents.setdefault(child, weakref.WeakSet()).add(parent)
 
     def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
-        """Record that a library wrapped a model in a module. From now on, the script calls the wrapper."""
+        """Record that a library has wrapped a model in a module.
+
+        The script will call the wrapper instead of the model.
+        """
         if inner in self._loaded or inner in self._outer:
             self._outer[inner] = weakref.ref(outer)
             self._await_use(outer)
@@ -196,9 +200,9 @@ class Run:
     def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
         """Return the module that owns these parameters.
 
-        The owner is a loaded model with its wrappers, or the smallest module that contains a loaded model and has all
-        of the parameters, such as the script's own model. If no module has all of the parameters, the owner is the
-        loaded model that has some of the parameters.
+        The owner is a loaded model with its wrappers, if it has all of the parameters. Otherwise the owner is the
+        smallest module around a loaded model that has all of the parameters, such as the script's own model. If there
+        is no such module, the owner is the loaded model that has some of the parameters.
         """
         wanted = {id(each) for each in parameters}
         for model in list(self._loaded):
@@ -216,14 +220,14 @@ class Run:
     # -- offloading ---------------------------------------------------------------------------------------------------
 
     def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
-        """Offload a model that is not offloaded yet. A model that is trained is offloaded with states.
+        """Offload a model with optimizer states, if it does not have them yet.
 
-        A model that has only been evaluated so far is offloaded again, with states.
+        A model that was offloaded for an evaluation is offloaded again.
 
         Args:
             model: the model to offload.
-            optimizer: name of the optimizer that is being made for the model; this optimizer takes precedence over the
-                earlier facts about the model. None: no optimizer is being made.
+            optimizer: name of the optimizer that is being made for the model, which replaces an earlier optimizer in
+                `wishes`. None if no optimizer is being made.
 
         Raises:
             InfinityError: as for infinity.offload and infinity.resume.
@@ -261,8 +265,9 @@ class Run:
             )
 
     def ensure_evaluated(self, model: nn.Module) -> None:
-        """Offload a model without states. The model is used without an autograd graph, before it is known whether the
-        model will be trained.
+        """Offload a model without optimizer states.
+
+        The model is used without an autograd graph, and it is not yet known whether it will be trained.
         """
         self._convert(model)
         wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
@@ -278,8 +283,9 @@ class Run:
         self._await_use(model)  # this hook runs before the hooks of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
-        """Undo the offloading of all models inside `model` that were only evaluated. The models can be offloaded again
-        afterwards.
+        """Undo the offloading of all models inside `model` that were offloaded only for an evaluation.
+
+        Afterwards these models can be offloaded again.
         """
         for each in model.modules():
             if each in self._evaluated:
@@ -291,7 +297,7 @@ class Run:
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
     def goes_on(self, model: nn.Module, folder: Path) -> None:
-        """Record that this loaded model, and no other model, is to be offloaded from a checkpoint folder."""
+        """Record that this loaded model, and no other model, will be offloaded from a checkpoint folder."""
         self._folders[model] = folder
 
     def began_from(self, model: nn.Module) -> Path | None:
@@ -302,7 +308,7 @@ class Run:
         return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
 
     def is_decided(self, model: nn.Module) -> bool:
-        """Return True if it is known whether this model is trained or only evaluated."""
+        """Return whether it is known if this model is trained or only evaluated."""
         return model in self.trained or model in self.references or self.began_from(model) is not None
 
     def is_evaluated(self, model: nn.Module) -> bool:
@@ -312,7 +318,7 @@ class Run:
     def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
         require_ranks_met()
         if self._open():
-            gc.collect()  # reference cycles may keep models that the script dropped, and their memory
+            gc.collect()  # reference cycles may keep the memory of models that the script no longer uses
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
@@ -324,7 +330,7 @@ class Run:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if folder is not None:
                 drawn = rng.snapshot()
-                with values_of(model):  # the values are not read
+                with values_of(model):  # this does not read the values
                     go_on(model, folder, config, **how)
                 if self.reads_random_states:
                     rng.restore(drawn)
@@ -334,7 +340,7 @@ class Run:
                     registry.coordinator_of(model).steps,
                 )
                 self.goes_on(model, folder)
-                self.wish(folder=None)  # no other model resumes from this folder
+                self.wish(folder=None)  # only one model can resume from this folder
             else:
                 try:
                     (self.wishes.begin if trained else offload)(model, config, **how)
@@ -350,8 +356,10 @@ class Run:
         say(model, trained=trained)
 
     def optimizer_made(self) -> None:
-        """Update the recorded run of each store. A model that the script has changed is offloaded again before its
-        optimizer is made, and its store then belongs to a new run.
+        """Record the current run id of each store.
+
+        If the script has changed a model, the model is offloaded again before its optimizer is made, and its store then
+        belongs to a new run.
         """
         for index, (found, _, paths) in enumerate(self._stores):
             model = found()
@@ -359,9 +367,11 @@ class Run:
                 self._stores[index] = found, registry.coordinator_of(model).run, paths
 
     def _convert(self, model: nn.Module) -> list[nn.Parameter]:
-        """Convert fp32 weights to the dtype to which autocast would convert them. Return the converted parameters.
+        """Convert fp32 weights to the dtype to which autocast would convert them in each forward.
 
-        The fp32 values are kept in the master.
+        Return the converted parameters.
+
+        The masters keep the fp32 values.
         """
         dtype = self.wishes.dtype
         if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
@@ -374,7 +384,7 @@ class Run:
             named,
             named,
         )
-        # PEFT's adapters, which are in fp32, stay in fp32. A new head and resized embeddings are converted.
+        # PEFT's adapters are in fp32 and are not converted. A new head and resized embeddings are converted.
         adapted = is_deferred(model) and any(map(is_peft_model, model.modules()))
         chosen = [
             parameter
@@ -383,21 +393,22 @@ class Run:
             and (is_a_deferred(parameter) or (parameter.requires_grad and not adapted))
         ]
         if not adapted:
-            defer_in_memory(model)  # keeps the fp32 values
+            defer_in_memory(model)  # this keeps the fp32 values
         for parameter in chosen:
             parameter.data = parameter.to(dtype)
         return chosen
 
     def _config_of(self, model: nn.Module, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
-        """Return the config of one model: its part of the memory, its own directory, and the settings that the script
-        asks for.
+        """Return the swap config of one model.
+
+        It has the model's share of the memory, directories of its own, and settings that the script asks for.
 
         Args:
             model: the model that is offloaded.
-            memory: the model's part of the memory.
-            name: name of the model's directory below each of nvme.paths; "": the model uses nvme.paths themselves.
-            trained: whether the model has states.
-        """
+            memory: the model's share of the memory.
+            name: name of the model's directory below each of nvme.paths. If it is "", the model uses nvme.paths
+                themselves.
+            trained: whether the model has optimizer states."""
         changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
@@ -469,8 +480,9 @@ class Run:
 
 
 class _ResizeEvaluated(Guard):
-    """The replacement of `resize_token_embeddings` for a model that was only evaluated: the replacement first undoes
-    the offloading of the model.
+    """Replacement of `resize_token_embeddings` for a model that was only evaluated.
+
+    It first undoes the offloading of the model.
     """
 
     def __init__(self, run: Run, model: nn.Module) -> None:
@@ -484,7 +496,7 @@ class _ResizeEvaluated(Guard):
 
 
 class _FirstUse:
-    """A hook that offloads a model before its first forward, if no optimizer was made for the model before."""
+    """A hook that offloads a model before its first forward, if no optimizer was made for the model earlier."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
@@ -498,7 +510,7 @@ class _FirstUse:
         elif registry.is_offloaded(model):
             for number, hook in list(module._forward_pre_hooks.items()):
                 if hook is self:
-                    del module._forward_pre_hooks[number]  # the hook is not needed any more
+                    del module._forward_pre_hooks[number]  # the hook is no longer needed
             return
         elif not is_deferred(module):
             return
@@ -508,7 +520,7 @@ class _FirstUse:
         else:
             run.ensure_evaluated(model)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if number not in before:  # torch calls only the hooks that existed when the call began
+            if number not in before:  # in this call, torch runs only the hooks that existed when the call began
                 hook(module, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
@@ -522,7 +534,7 @@ def _close_finished(model: nn.Module) -> None:
     if keeps_generations(model) and not coordinator.closed:
         try:
             agree(coordinator)
-        except PeerError as error:  # another rank has closed its model already; pins of this rank stay
+        except PeerError as error:  # another rank has already closed its model, so the pins of this rank remain
             logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
     name_vanished(model)
     folders = folders_of(model)

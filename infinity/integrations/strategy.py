@@ -1,10 +1,10 @@
-"""Lightning's strategy for one device, with the model of a LightningModule offloaded.
+"""A strategy of Lightning for one device, which offloads the model of a LightningModule.
 
 [Note: a Lightning checkpoint]
-`name.ckpt` is the file that Lightning always writes: weights, loops, schedulers, and the names of the optimizer's
-states. The folder `name.ckpt.infinity` beside this file pins the generation with the states. The folder is written
-after the file, and removed before the file. `fit(ckpt_path="name.ckpt")` offloads the model from the pinned generation
-and reads everything else from the file.
+`name.ckpt` is Lightning's own file, with weights, loops, schedulers, and the names of the optimizer's states. The
+folder `name.ckpt.infinity` beside this file pins the generation with the states themselves. The folder is written after
+the file, and removed before the file. `fit(ckpt_path="name.ckpt")` offloads the model from the pinned generation and
+reads everything else from the file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from infinity.state.layer_tiles import tile_of
 logger = logging.getLogger(__name__)
 
 _AVERAGE = (
-    "it copies the model, and writes to weights in memory. Average the weights in a callback of your "
-    "own: infinity.state_dict(model) reads them one by one, after any step"
+    "it copies the model, and writes to weights in memory. Average the weights in a callback of your own: "
+    "infinity.state_dict(model) reads them one by one, after any step"
 )
 _REFUSED = {
     "LearningRateFinder": "Tuner.lr_find restores the earlier weights. Make a separate run whose learning rate "
@@ -52,7 +52,7 @@ _REFUSED = {
     "WeightAveraging": f"WeightAveraging: {_AVERAGE}",
     "ModelPruning": "ModelPruning replaces weights in memory. Prune the saved model after training",
 }
-"""Callbacks that need all weights in memory: name, reason and alternative."""
+"""Callbacks that need all weights in memory, each with the reason and an alternative."""
 _COMPUTED_IN = {
     "32-true": None,
     "bf16-true": None,
@@ -65,7 +65,7 @@ _COMPUTED_IN = {
 def folder_beside(checkpoint: str | Path) -> Path:
     """Return the folder that pins the generation of a checkpoint file.
 
-    Symbolic links are followed, because `save_last="link"` makes such links.
+    Symbolic links are followed, because Lightning makes links for `save_last="link"`.
     """
     return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
 
@@ -73,13 +73,14 @@ def folder_beside(checkpoint: str | Path) -> Path:
 class Offloading:
     """A mixin that offloads the model of a LightningModule and trains it with infinity's optimizers.
 
-    In the bases of a class, the mixin comes before a SingleDeviceStrategy. The offloaded model is the child of the
-    LightningModule that has all of the LightningModule's parameters and a `save_pretrained` (transformers, PEFT). If
-    there is no such child, the LightningModule itself is offloaded. The model stays offloaded after the Trainer has
-    finished.
+    Among the bases of a class, the mixin comes before a SingleDeviceStrategy. If a child of the LightningModule has all
+    parameters of the LightningModule, and a method `save_pretrained` (as in transformers and PEFT), this child is
+    offloaded. Otherwise the LightningModule itself is offloaded. When the Trainer has finished, the model is still
+    offloaded.
 
     Args:
-        config: swap config, as for infinity.offload. Leave `config` out under `infinity run`, which has a swap config.
+        config: swap config, as for infinity.offload. Leave `config` out under `infinity run`, which has a swap config
+            already.
         options: as for SingleDeviceStrategy.
     """
 
@@ -113,7 +114,7 @@ class Offloading:
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """An empty list. Lightning sets this property to the devices of accelerator= and devices=."""
+        """An empty list. Lightning sets this property to the devices that accelerator= and devices= name."""
         return []
 
     @parallel_devices.setter
@@ -145,8 +146,9 @@ class Offloading:
         self._roots, self._resumes_from = [], None
 
     def setup(self, trainer: Any) -> None:
-        """Offload the models that are not offloaded yet. If the Trainer makes an optimizer, the optimizer's constructor
-        offloads the model.
+        """Offload the models that are not offloaded yet.
+
+        If the Trainer makes an optimizer, the optimizer's constructor has already offloaded the model.
         """
         module, fits = self.lightning_module, _fits(trainer)
         self.accelerator.setup(trainer)
@@ -172,9 +174,10 @@ class Offloading:
         theirs.setup_precision_plugin()
 
     def _offload_with_room(self, roots: list[nn.Module]) -> None:
-        """Offload the models with room for all parameters that a callback may unfreeze during fit.
+        """Offload the models, with room for the states of all parameters that a callback may unfreeze during fit.
 
-        Frozen parameters are treated as trained from the start, except parameters that a checkpoint has in 4 or 8 bits.
+        For this, frozen parameters are treated as trained parameters, except those that a checkpoint has in 4 or 8
+        bits.
         """
         for root in roots:
             frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
@@ -197,13 +200,14 @@ class Offloading:
         if self.precision_plugin.precision != "16-mixed":
             for (
                 optimizer
-            ) in theirs.optimizers:  # Lightning refuses to clip for optimizers that can unscale, even without a scaler
+                # Lightning refuses to clip gradients for optimizers that can unscale, even if there is no scaler
+            ) in theirs.optimizers:
                 optimizer._step_supports_amp_scaling = False
 
     def _expect(self, trainer: Any) -> None:
-        """Record the known facts about the training before the model is offloaded.
+        """Record the facts about the training that are known before the model is offloaded.
 
-        A module with manual optimization chooses itself how many backward passes a step has.
+        If a module uses manual optimization, the number of backward passes before a step is unknown.
         """
         automatic = self.lightning_module.automatic_optimization
         self._run.wish(
@@ -228,11 +232,9 @@ class Offloading:
         root = next((child for child in parts if all(_holds_all(module, [child]))), module)
         if by_hand and root is module:
             raise ConfigError(
-                f"{type(module).__name__} uses manual optimization, so its training_step contains "
-                "forward and backward passes: "
-                "put all layers into one module that training_step calls (self.net = Net(), whose "
-                "forward is self.net(...)), "
-                "or use automatic optimization"
+                f"{type(module).__name__} uses manual optimization, so its training_step contains forward and backward "
+                "passes: put all layers into one module that training_step calls (self.net = Net(), whose forward is "
+                "self.net(...)), or use automatic optimization"
             )
         for model in known:
             self._run.wrapped(model, root)
@@ -280,7 +282,7 @@ class Offloading:
     def _call(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Call a step of the LightningModule.
 
-        If the LightningModule itself is offloaded, its step runs as its forward, so that hooks fetch the weights.
+        If the LightningModule itself is offloaded, its step is called as its forward, so that hooks fetch the weights.
         """
         module = self.lightning_module
         if module not in self._roots:
@@ -290,7 +292,10 @@ class Offloading:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return all weights, if memory.host has room for them; otherwise only tensors that are not offloaded."""
+        """Return all weights, if memory.host has room for them.
+
+        Otherwise return only tensors that are not offloaded.
+        """
         module = self.lightning_module
         if all(fits_memory(root) for root in self._roots):
             state: dict[str, Any] = module.state_dict()
@@ -316,8 +321,9 @@ class Offloading:
             saving.finish()
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
-        """Warn that a checkpoint file has no weights. Raise PlanError if no generation with the weights is pinned
-        either.
+        """Warn that a checkpoint file has no weights.
+
+        If no generation with the weights is pinned, raise PlanError instead.
         """
         model = next(root for root in self._roots if not fits_memory(root))
         nbytes, limit = format_bytes(nbytes_of(model)), format_bytes(host_bytes_of(model))
@@ -347,7 +353,8 @@ class Offloading:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint file.
 
-        If training continues, the model will be offloaded from the generation that the folder beside the file pins.
+        If training is resumed, record that the model will be offloaded from the generation that the folder beside the
+        file pins.
 
         Raises:
             ResumeError: the folder's generation does not exist; the message says what to do.
@@ -358,9 +365,8 @@ class Offloading:
             marker = generation_of(folder, self._run.config)
             if any(registry.is_offloaded(root) and not is_at(root, marker) for root in self._enter()):
                 raise ModelError(
-                    f"ckpt_path={checkpoint_path}: the model was used already in this process, so it "
-                    "is offloaded and cannot get "
-                    "the states of a checkpoint. Resume in a new process, before any other use of the model."
+                    f"ckpt_path={checkpoint_path}: the model was used already in this process, so it is offloaded and "
+                    "cannot get the states of a checkpoint. Resume in a new process, before any other use of the model."
                 )
             self._run.wish(folder=folder)
             self._resumes_from = folder
@@ -370,7 +376,7 @@ class Offloading:
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         state, module = checkpoint["state_dict"], self.lightning_module
-        if self._resumes_from is not None:  # the weights come from the generation
+        if self._resumes_from is not None:  # the generation has the weights
             module.load_state_dict(self._outside(state), strict=False)
             return
         if strict and not state.keys() >= _tensors(module).keys() and self._outside(state) == dict(state):
@@ -382,7 +388,10 @@ class Offloading:
 
 
 def replace_strategies(run: Run, patches: Patches) -> None:
-    """Make Lightning Trainers that name no strategy use infinity's strategy, and refuse other strategies."""
+    """Make Lightning's Trainers use infinity's strategy if the script names no strategy.
+
+    Other strategies are refused.
+    """
     patches.put(Offloading, "launched", run)
 
     def of_lightning(connector: ModuleType) -> None:
@@ -401,7 +410,7 @@ def replace_strategies(run: Run, patches: Patches) -> None:
 
 
 def replace_fabric(run: Run, patches: Patches) -> None:
-    """Make each Fabric report the dtype in which its models compute."""
+    """Make each Fabric tell infinity in which dtype its models compute."""
 
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -420,8 +429,7 @@ def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> 
         if not isinstance(self.strategy, kind):
             raise ConfigError(
                 "under `infinity run` a Lightning Trainer needs strategy='infinity', not "
-                f"{type(self.strategy).__name__}"
-                ": leave strategy= out, and set devices=1"
+                f"{type(self.strategy).__name__}: leave strategy= out, and set devices=1"
             )
 
     patches.wrap(connector._AcceleratorConnector, "_choose_strategy", choose)
@@ -435,17 +443,15 @@ def _require_possible(trainer: Any, precision: str) -> None:
             raise ConfigError(f"the weights of this model are offloaded, and {why}.")
     if precision not in _COMPUTED_IN:
         raise ConfigError(
-            f"precision={precision!r} works on weights in memory, and the weights of this model are offloaded. Use "
-            f"one of {', '.join(_COMPUTED_IN)}."
+            f"precision={precision!r} works on weights in memory, and the weights of this model are offloaded. Use one "
+            f"of {', '.join(_COMPUTED_IN)}."
         )
     clips, how = bool(trainer.gradient_clip_val), str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
     if clips and how == "value":
         raise ConfigError(
-            "gradient_clip_algorithm='value' needs every gradient in memory, but the gradients "
-            "of an offloaded model are in "
-            "the tier that the swap config names. Use gradient_clip_algorithm='norm', which clips "
-            "by the exact global norm. Or "
-            "leave both options out, and call from the module's configure_gradient_clipping "
+            "gradient_clip_algorithm='value' needs every gradient in memory, but the gradients of an offloaded model "
+            "are in the tier that the swap config names. Use gradient_clip_algorithm='norm', which clips by the exact "
+            "global norm. Or leave both options out, and call from the module's configure_gradient_clipping "
             "torch.nn.utils.clip_grad_value_ in `with infinity.gathered(self.model, grads=True):`."
         )
     if clips and precision == "16-mixed":
@@ -465,24 +471,25 @@ def _is_a(callback: Any, name: str) -> bool:
 
 
 def _pins_of(callback: Any) -> int:
-    """Return how many files of a ModelCheckpoint have states at the same time."""
+    """Return the maximum number of files of a ModelCheckpoint that exist at the same time."""
     kept = int(getattr(callback, "save_top_k", 1))
     if getattr(callback, "save_weights_only", False):
         return 0
     pins = pins_for(None if kept < 0 else kept) if kept else 0
-    last = getattr(callback, "save_last", None)  # a "link" points to a kept file, if there are kept files
+    last = getattr(callback, "save_last", None)  # if files are kept, a "link" points to one of them
     return pins + (last is True or (last == "link" and not kept))
 
 
 def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:
-    """Return for each parameter of a module whether it belongs to one of the models."""
+    """Return whether all parameters of a module belong to the models."""
     held = {id(parameter) for model in models for parameter in model.parameters()}
     return [id(parameter) in held for parameter in module.parameters()]
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that the state_dict of a module would have, without extra state. Weights that are not in
-    memory are placeholders.
+    """Return the tensors of a module's state_dict, without extra state.
+
+    Weights that are not in memory are placeholders.
     """
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for prefix, each in module.named_modules(remove_duplicate=False):

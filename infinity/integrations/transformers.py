@@ -1,7 +1,7 @@
-"""Changes of the Trainers of transformers and TRL for offloaded models.
+"""Changes of the Trainers of transformers and TRL, so that they train offloaded models.
 
-`infinity run` replaces the affected methods in every Trainer. A script that uses infinity directly imports `Trainer`
-from this module, or puts TrainerMixin before another Trainer in the bases of a class:
+`infinity run` replaces methods of every Trainer. A script that uses infinity directly imports `Trainer` from this
+module, or puts TrainerMixin before another Trainer in the bases of a class:
 
     from infinity.integrations.transformers import Trainer, TrainerMixin
 
@@ -67,8 +67,8 @@ class _OfTrainer:
         self._tell(trainer)
         if trainer.args.push_to_hub and trainer.args.world_size > 1:
             raise NotAvailableError(
-                "push_to_hub with several ranks is not available yet: leave it out, and upload the folder "
-                "of save_model or of a checkpoint after the run"
+                "push_to_hub with several ranks is not available yet: leave it out, and upload the folder of "
+                "save_model or of a checkpoint after the run"
             )
         trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
@@ -82,13 +82,13 @@ class _OfTrainer:
         self._require_one_beginning(offloaded)
         self._run.ensure_offloaded(offloaded)
         if saves_states(trainer.args):
-            require_pins(offloaded)  # checked now, before hours of training
-        given = () if model is None else (model,)  # create_optimizer of some subclasses has no parameter
+            require_pins(offloaded)  # this is checked now, and not after hours of training
+        given = () if model is None else (model,)  # in some subclasses create_optimizer has no parameter
         optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
 
     def _require_one_beginning(self, model: nn.Module) -> None:
-        """Raise ConfigError if the model would be resumed while the Trainer would start at step 0."""
+        """Raise ConfigError if the model would be resumed, but the Trainer would start at step 0."""
         folder = self._run.began_from(model)
         if folder is not None and folder != self._resumes_from:
             raise ConfigError(
@@ -120,20 +120,20 @@ class _OfTrainer:
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
     ) -> None:
-        """Record the folder and load nothing: the model is offloaded from the folder's generation when its optimizer is
-        made.
+        """Load nothing, but record the folder.
+
+        When the optimizer is made, the model is offloaded from the folder's generation.
         """
         given, place = trainer.model if model is None else model, Path(folder).expanduser().absolute()
         self._run.take_back(given)
         used = registry.is_offloaded(given)
         if used and self._run.began_from(given) == place and is_at(given, require_marker(place)):
-            self._resumes_from = place  # the model was already resumed when it was evaluated
+            self._resumes_from = place  # the model was already resumed for an evaluation
             return
         if used:
             raise ModelError(
-                f"resume_from_checkpoint={folder}: the model was used already in this process, so it "
-                "is offloaded and cannot get "
-                "the states of a checkpoint. Resume in a new process, before any other use of the model."
+                f"resume_from_checkpoint={folder}: the model was used already in this process, so it is offloaded and "
+                "cannot get the states of a checkpoint. Resume in a new process, before any other use of the model."
             )
         self._resumes_from = place
         self._run.wish(folder=place)
@@ -146,9 +146,7 @@ class _OfTrainer:
         saving = Saving(trainer.model, folder)
 
         def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            """Pin the generation before older folders are removed. Removing older folders is the last
-            action of a save.
-            """
+            """Pin the generation before older folders are removed. A save removes older folders at its end."""
             saving.finish()
             with letting_go(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
@@ -160,8 +158,8 @@ class _OfTrainer:
     def save(
         self, original: Callable[..., None], trainer: Any, output_dir: str | None = None, state_dict: Any = None
     ) -> None:
-        """Save the model. Ranks that write no files take part in gathering the weights for rank 0."""
-        if registry.is_offloaded(trainer.model):  # the script may have offloaded the model itself
+        """Save the model. Ranks that write no files help to gather the weights for rank 0."""
+        if registry.is_offloaded(trainer.model):  # the script itself may have offloaded the model
             give_saving(trainer.model)
         if trainer.args.should_save or ranks_of(trainer.model) == 1:
             original(trainer, output_dir, state_dict)
@@ -184,10 +182,10 @@ def tell(args: Any, run: Run, precision: str) -> None:
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:
-    """Return the folder from which the first train() resumes: the folder of `infinity run --resume`.
+    """Return the folder from which the first train() resumes. This is the folder that `infinity run --resume` names.
 
     Args:
-        told: the folder of `infinity run --resume`.
+        told: the folder that `infinity run --resume` names.
         named: the script's value of resume_from_checkpoint.
         output: the Trainer's output directory.
 
@@ -197,20 +195,19 @@ def _agreed(told: Path, named: str | bool | None, output: str) -> str:
     folder = get_last_checkpoint(output) if named is True else named
     if folder and os.path.realpath(os.path.expanduser(folder)) != os.path.realpath(told):
         raise ConfigError(
-            f"--resume {told}: the script resumes from {folder}, because of its "
-            f"resume_from_checkpoint={named!r}. Leave "
-            "--resume out, or remove resume_from_checkpoint from the script's arguments."
+            f"--resume {told}: the script resumes from {folder}, because of its resume_from_checkpoint={named!r}. "
+            "Leave --resume out, or remove resume_from_checkpoint from the script's arguments."
         )
     return str(told)
 
 
 def saves_states(args: Any) -> bool:
-    """Return whether a Trainer's checkpoint folders have optimizer states, not only weights."""
+    """Return whether a Trainer's checkpoint folders contain optimizer states in addition to weights."""
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model
 
 
 def _pins_of(args: Any, run: Run) -> int:
-    """Return the number of checkpoint folders with states that exist at a time."""
+    """Return the maximum number of checkpoint folders with optimizer states that exist at the same time."""
     if not saves_states(args):
         return run.wishes.pins
     limit = args.save_total_limit
@@ -220,11 +217,13 @@ def _pins_of(args: Any, run: Run) -> int:
 
 
 class TrainerMixin:
-    """A mixin for Trainers: the model is offloaded when the optimizer is made. In the bases of a class, the mixin comes
-    before a Trainer.
+    """A mixin for Trainers that offloads the model when the optimizer is made.
+
+    Among the bases of a class, the mixin comes before a Trainer.
 
     Args (of the constructor, in addition to those of the Trainer):
-        swap_config: swap config, as for infinity.offload. A model of infinity.load_pretrained needs no swap_config.
+        swap_config: swap config, as for infinity.offload. A model that infinity.load_pretrained has loaded needs no
+            swap_config.
     """
 
     def __init__(self, *args: Any, swap_config: str | Path | dict[str, Any] | SwapConfig | None = None, **kwargs: Any):

@@ -1,10 +1,11 @@
-"""`vertical: true` for a Trainer: all micro-batches of a step go through one unit of the model before the next unit is
-computed.
+"""`vertical: true` for a Trainer.
 
-A Trainer calls `training_step` for each micro-batch. An ordinary `training_step` runs the forward and backward of its
-micro-batch. With `vertical: true`, every call in a step except the last call keeps its inputs and returns zero. The
-last call runs all micro-batches with infinity.backward, and returns the sum of the losses. Therefore the Trainer's
-total loss is the same.
+All micro-batches of a step go through one unit of the model before the next unit is computed.
+
+A Trainer calls `training_step` for each micro-batch. Without `vertical: true`, each call runs the forward and backward
+of its micro-batch. With `vertical: true`, every call except the last one of a step only keeps its inputs, and returns
+zero. The last call runs all micro-batches with infinity.backward, and returns the sum of their losses. Therefore the
+Trainer computes the same total loss.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingSteps:
-    """The training steps of all Trainers, with the micro-batches that wait for the end of their step."""
+    """The replacement of `training_step` for all Trainers.
+
+    It has the micro-batches of the current step that wait for the last one.
+    """
 
     def __init__(self) -> None:
         self._waiting: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forget(self, trainer: Any) -> None:
-        """Drop the micro-batches of a step that was not completed."""
+        """Discard the micro-batches of a step that was interrupted."""
         self._waiting.pop(trainer, None)
 
     def warn_of(self, trainer: Any) -> None:
-        """Warn once that a Trainer's micro-batches run one after the other, because this Trainer's inputs depend on the
-        time of their preparation.
+        """Warn once that the micro-batches of a Trainer are computed one after the other.
+
+        The inputs of this Trainer depend on when they are prepared.
         """
         if trainer not in self._warned:
             self._warned.add(trainer)
             logger.warning(
-                "vertical: true does nothing for %s, which prepares its inputs step by step: "
-                "micro-batches are computed one "
-                "after the other",
+                "vertical: true does nothing for %s, which prepares its inputs step by step: micro-batches are "
+                "computed one after the other",
                 type(trainer).__name__,
             )
 
     def __call__(
         self, original: Callable[..., torch.Tensor], trainer: Any, model: Any, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Keep a micro-batch. If the micro-batch is the last of its step, run all micro-batches of the step.
+        """Keep a micro-batch. If it is the last micro-batch of the step, run all micro-batches of the step.
 
         `given` and `named` are the arguments of `training_step` after the model: the inputs of the micro-batch and
         other arguments.
@@ -62,10 +66,10 @@ class TrainingSteps:
             return torch.zeros((), device=trainer.args.device)
         del self._waiting[trainer]
         losses = dict[int, torch.Tensor]()
-        here = threading.local()  # each micro-batch is computed in its own thread
+        here = threading.local()  # each micro-batch is computed in a thread of its own
 
         def withhold(original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            """Keep the loss, in place of `loss.backward(...)`."""
+            """Keep the loss for later, in place of `loss.backward(...)`."""
             if hasattr(here, "withheld"):
                 here.withheld.append(loss)
             else:

@@ -120,7 +120,10 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         ),
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\] needs a 'content' that is a string"),
         ({"conversations": []}, "conversations is empty"),
-        ({"riddle": "fox", "answer": "hen"}, "this one has 'riddle', 'answer'. --columns reads columns of other names"),
+        (
+            {"riddle": "fox", "answer": "hen"},
+            "this one has 'riddle', 'answer'. If its columns have other names, give --columns",
+        ),
         (messages("fox", role="bot"), r"messages\[0\] has the role 'bot', .*: give one of system"),
         ({"prompt": "fox"}, "a row needs .* a 'prompt' and a 'completion', .* this one has 'prompt'"),
         ({"completion": "fox"}, "this one has 'completion'"),
@@ -130,22 +133,25 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         ({"prompt": [], "completion": []}, "prompt is empty"),
         ({**messages("fox"), "tools": 3}, "'tools' is a int; it must be a list"),
         ({**messages("fox"), "tools": "{"}, "'tools' is not valid JSON"),
-        (messages("fox", **{"from": "human"}), r"messages\[0\] has 'from' and 'role'; leave one of them"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a 'content' that is a string; it has none"),
-        (messages("fox", None), r"messages\[1\] needs a 'content' that is a string; it has null"),
+        (messages("fox", **{"from": "human"}), r"messages\[0\] has 'from' and 'role'; remove one of the two"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a 'content' that is a string; this one has none"),
+        (messages("fox", None), r"messages\[1\] needs a 'content' that is a string; this one has null"),
         (messages([{"type": "image_url", "image_url": {}}]), "'content' has a part of the type 'image_url'"),
         (messages([{"type": "text"}]), "'content' has a part of the type 'text', and infinity trains on text only"),
         (messages(["fox"]), "'content' has a part of the type 'str'"),
-        (messages({"text": "fox"}), "needs a 'content' that is a string; it has a dict"),
-        (messages(7), "needs a 'content' that is a string; it has a int"),
-        (messages("fox", role=3), "needs a 'role' that is a string; it has a int"),
+        (messages({"text": "fox"}), "needs a 'content' that is a string; this one has a dict"),
+        (messages(7), "needs a 'content' that is a string; this one has a int"),
+        (messages("fox", role=3), "needs a 'role' that is a string; this one has a int"),
         ({"messages": []}, "messages is empty"),
         ({"messages": ["hi", 3]}, r"messages\[0\] is not an object with a 'role' and a 'content'"),
         ({"messages": "hi"}, "'messages' is a str; it must be a list of messages"),
         ({"messages": None}, "a row needs a 'text' string, a list of 'messages'"),
         ({"text": None}, "a row needs a 'text' string, a list of 'messages'"),
         ({"text": ["fox"]}, "'text' is a list; it must be a string"),
-        ({"text": "fox", **messages("hen")}, "both 'messages' and 'text', .* leave one of them, or name the columns"),
+        (
+            {"text": "fox", **messages("hen")},
+            "both 'messages' and 'text', .* remove one of the two, or name the columns",
+        ),
         ({"role": "user", "text": "fox", "parent_id": "a"}, "has 'parent_id', .* join those of a conversation"),
         (
             {"question": "a", "answer": "b", "solution": "c"},
@@ -308,7 +314,7 @@ def test_a_list_of_rows_is_read_where_it_is_named(pack: Pack, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"a\.json: a \.json file is read only where it is named itself"):
         pack(tmp_path / "docs")
     for text, says in (
-        ('{"text": "a"}\n{"text": "b"}', "a file with one object a line is called .jsonl"),
+        ('{"text": "a"}\n{"text": "b"}', "a file with one object per line must have the ending .jsonl"),
         ('{"text": "a"}', "needs a list of rows"),
         ("[]", "needs a list of rows"),
         ('[{"text": 3}]', r"a\.json:1: 'text' is a int"),
@@ -388,5 +394,5 @@ def test_documents_that_nothing_parts_are_said(pack: Pack, tmp_path: Path) -> No
     by = tokenizer()
     by.eos_token = None
     assert pack(tmp_path / "a.jsonl", by=by).notes() == [
-        "the tokenizer has no end-of-text token: nothing parts one document from the next"
+        "the tokenizer has no end-of-text token, so no token separates one document from the next"
     ]

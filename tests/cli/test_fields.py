@@ -75,7 +75,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt that is not in the messages": (
         {"prompt": "something else", "messages": TALK},
-        "both 'messages' and 'prompt', which do not say the same; leave one of them",
+        "both 'messages' and 'prompt', which differ; remove one of the two",
     ),
     "a prompt and a completion that is not in the messages": (
         {"prompt": TALK[:3], "completion": TALK[1:2], "messages": TALK},
@@ -210,10 +210,10 @@ def test_a_template_is_told_of_tools_in_the_older_words_too(read: Read) -> None:
 @pytest.mark.parametrize(
     ("turn", "said"),
     [
-        ({"tool_calls": [FIND], "function_call": FIND}, "'function_call' and 'tool_calls'; leave one of them"),
-        ({"tool_calls": [{"function": "find"}]}, "a call needs a 'name' and 'arguments'; it has 'find'"),
+        ({"tool_calls": [FIND], "function_call": FIND}, "'function_call' and 'tool_calls'; remove one of the two"),
+        ({"tool_calls": [{"function": "find"}]}, "a call needs a 'name' and 'arguments'; this one has 'find'"),
         ({"tool_calls": {"find": 1}}, "'tool_calls' is a dict; it must be a list"),
-        ({"content": None}, "needs a 'content' that is a string; it has null"),
+        ({"content": None}, "needs a 'content' that is a string; this one has null"),
     ],
     ids=str,
 )
@@ -250,11 +250,11 @@ def test_a_system_column_is_in_the_prompt(read: Read) -> None:
 
 def test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise(read: Read) -> None:
     row = {"messages": saying(TALK, 1, weight=0)}
-    with pytest.raises(ConfigError, match="with --loss-on all everything is learned"):
+    with pytest.raises(ConfigError, match="with --loss-on all, all tokens are learned"):
         read([row], loss_on="all")
     assert learned(read([row])) == [f"{HEN}{END}"]
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
-    with pytest.raises(ConfigError, match="the chat template marks them otherwise"):
+    with pytest.raises(ConfigError, match="the chat template marks other tokens than those of the messages"):
         read([row], last)
 
 

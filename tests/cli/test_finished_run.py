@@ -79,7 +79,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(short: Job, tmp_path: Path, ca
     for flags in (["--resume", str(tmp_path / "swap")], ["--resume", "--config", str(short["--config"])]):
         capsys.readouterr()
         assert main(["finetune", *flags]) == 0
-        said = f"the run ended after step 2, nothing is left to do. Its output is in {short['--output']}\n"
+        said = f"the run ended after step 2, and nothing is left to do. Its output is in {short['--output']}\n"
         assert capsys.readouterr().out == said
     more = ["finetune", "--resume", str(tmp_path / "swap"), "--steps", "5", "--output", str(tmp_path / "more")]
     assert main(more) == 2
@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_removed_does_not_cost_the_output(
     monkeypatch.setattr(atomic_file, "remove", remove)
     assert run(short) == 0
     error = capsys.readouterr().err
-    assert "warning: the finished run's store is kept: unlink: Read-only file system. Remove it with:" in error
+    assert "warning: the finished run's store was not removed: unlink: Read-only file system. Remove it with:" in error
     assert f"checkpoint remove {tmp_path / 'swap'} {tmp_path / 'swap2'}" in error
     assert complete(short["--output"])
 

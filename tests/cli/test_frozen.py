@@ -70,7 +70,7 @@ def test_a_resumed_run_has_its_form(number: int, job: dict[str, Any], tmp_path: 
     _stop_after(_job(tmp_path, "b"), number, *LORA, *NF4)
     swap = str(tmp_path / "swap-b")
     assert main(["finetune", "--resume", swap, "--frozen", "int8"]) == 2
-    assert "--frozen is int8, and the run that is resumed has nf4: leave it out" in capsys.readouterr().err
+    assert "--frozen is int8, but the resumed run has nf4: leave it out" in capsys.readouterr().err
     assert main(["finetune", "--resume", swap, *NF4]) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
@@ -80,9 +80,9 @@ def test_the_form_of_a_run_may_come_from_its_swap_config(job: dict[str, Any], tm
     _stop_after(_job(tmp_path, "a", frozen="nf4"), signal.SIGINT, *LORA)
     _stop_after(_job(tmp_path, "b"), signal.SIGINT, *LORA)
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--frozen", "bf16"]) == 2
-    assert "--frozen is bf16, and the run that is resumed has nf4" in capsys.readouterr().err
+    assert "--frozen is bf16, but the resumed run has nf4" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(tmp_path / "swap-b"), *NF4]) == 2
-    assert "--frozen is nf4, and the run that is resumed has auto" in capsys.readouterr().err
+    assert "--frozen is nf4, but the resumed run has auto" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), *NF4]) == 0
 
 

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "stingning/ultrachat": (
         {"id": "0", "data": [ASKED, FOX, MORE, HEN]},
-        "this one has 'id', 'data'. --columns reads columns of other names",
+        "this one has 'id', 'data'. If its columns have other names, give --columns",
         "messages=data",
         ONE + TWO,
     ),
@@ -299,7 +299,7 @@ def test_a_column_that_a_row_has_not_is_named(read: Read) -> None:
 
 
 def test_the_option_names_each_column_once() -> None:
-    with pytest.raises(ConfigError, match="a name is given twice in text=a text=b; leave one of them"):
+    with pytest.raises(ConfigError, match="a name is given twice in text=a text=b; remove one of the two"):
         by_name(["text=a", "text=b"])
     assert by_name(["text=b=c"]) == {"text": "b=c"}
     for wrong in ("text", "text=", "words=a", "=a"):

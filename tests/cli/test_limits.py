@@ -91,7 +91,7 @@ def test_positions_that_the_config_does_not_tell_are_named_too(
     )  # fmt: skip
     use(hf.RobertaForCausalLM(config), job)
     assert run(job | {"--sequence-length": 33}) == 2
-    assert "the model cannot take sequences of 33 tokens" in capsys.readouterr().err
+    assert "the model cannot compute sequences of 33 tokens" in capsys.readouterr().err
     assert not (tmp_path / "swap").exists()
     assert run(job | {"--sequence-length": 32, "--steps": 1}) == 0
 

@@ -209,7 +209,7 @@ def test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are(
     assert run(job | one, *LORA) == 0
     anew = _job(tmp_path, "b") | one
     assert run(anew | {"--model": tmp_path / "out-a"}) == 2
-    base = re.search("holds adapters of .*: give --model (.*), or merge both into one", capsys.readouterr().err)
+    base = re.search("contains adapters of .*: give --model (.*), or merge both into one", capsys.readouterr().err)
     assert base is not None
     assert run(anew | {"--model": base[1]}) == 0
     merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-a").merge_and_unload()

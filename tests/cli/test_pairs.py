@@ -82,15 +82,15 @@ MORE = {"role": "user", "content": "and"}
 REFUSED = [
     ({"text": "fox"}, "--method dpo learns which of two answers is better, and the row has no 'chosen'"),
     (CHAT | {"margin": 2}, "has 'margin', which infinity does not obey"),
-    (CHAT | {"image": "x.png"}, "has 'image', which infinity does not obey: text is all that is learned"),
-    (CHAT | {"chosen": "fox"}, "must all be strings, or all lists of messages"),
+    (CHAT | {"image": "x.png"}, "has 'image', which infinity cannot obey: text is all that is learned"),
+    (CHAT | {"chosen": "fox"}, "must all be strings, or must all be lists of messages"),
     (CHAT | {"chosen": [*FOX, MORE]}, "'chosen' has a message of the user behind the prompt"),
     (CHAT | {"rejected": [HEN[0] | {"weight": 0}]}, "rejected: 'weight', 'train' and 'loss' are not read here"),
     ({"chosen": "fox", "rejected": "hen"}, "have no common beginning, .*: give a 'prompt'"),
     ({"chosen": [*ASK, *FOX], "rejected": ASK}, "one is the beginning of the other: give a 'prompt'"),
     (
         {"prompt": "say it:", "chosen": "fox", "rejected": " "},
-        "there is nothing in 'rejected' but the prompt: leave the row out",
+        "'rejected' contains only the prompt: leave the row out",
     ),
     (
         CHAT | {"chosen": [*ASK, *FOX], "rejected": [*ASK, *HEN]},

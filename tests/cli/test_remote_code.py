@@ -82,7 +82,7 @@ def test_each_process_is_told_anew_to_trust_code(ours: dict[str, Any], tmp_path:
     assert run(ours, "--trust-remote-code", "--keep-store") == 0
     more = ["finetune", "--resume", str(tmp_path / "swap-a"), "--steps", "3", "--output", str(tmp_path / "more")]
     assert main(more) == 2
-    assert "With --trust-remote-code they are run." in capsys.readouterr().err
+    assert "With --trust-remote-code these files are run." in capsys.readouterr().err
     assert main([*more, "--trust-remote-code"]) == 0
     assert "trust" not in (tmp_path / "more" / "run.yaml").read_text()
 

@@ -202,7 +202,7 @@ def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_
 def test_an_option_that_would_change_the_run_is_named(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert run(job | {"--steps": 2}, "--keep-store") == 0
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--lr", "0.5"]) == 2
-    assert "--lr is 0.5, and the run that is resumed has 0.003" in capsys.readouterr().err
+    assert "--lr is 0.5, but the resumed run has 0.003" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text(TEXT + "one more line\n")
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--output", str(tmp_path / "new")]) == 2
     assert "give the same --data" in capsys.readouterr().err
@@ -238,7 +238,7 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     more = ["--steps", "3", "--output"]
     assert main(["finetune", "--resume", swap, *elsewhere]) == 2
     refused = capsys.readouterr().err
-    assert f"is not the first of nvme.paths in --config, {tmp_path}/swap-b: " in refused
+    assert f"is not the first of nvme.paths in --config ({tmp_path}/swap-b): " in refused
     assert main(["finetune", "--from-checkpoint", swap, *elsewhere]) == 2
     assert "make a copy with `infinity checkpoint export`" in capsys.readouterr().err
     export = shlex.split(refused.partition("export it with `")[2].partition("`")[0])
@@ -301,7 +301,7 @@ def test_list_and_verify_name_what_is_there_and_what_is_damaged(
     listed = capsys.readouterr().out
     assert [int(line.split()[1]) for line in listed.splitlines() if line.startswith("generation")] == [3, 2]
     assert main(["checkpoint", "verify", str(swap)]) == 0
-    assert capsys.readouterr().out.count("every byte as it was written") == 2
+    assert capsys.readouterr().out.count("every byte is as it was written") == 2
     newest = next(iter(generations_in(swap)))
     from infinity.io.manifest import read_manifest
 
@@ -328,7 +328,7 @@ def test_a_finished_run_goes_on_with_more_steps(job: dict[str, Any], tmp_path: P
     assert run(job | constant | {"--steps": 5}, "--keep-store") == 0
     resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
     assert main([*resumed, "--steps", "4", "--output", str(tmp_path / "less")]) == 2
-    assert "--steps is 4, and the run that is resumed has done 5" in capsys.readouterr().err
+    assert "--steps is 4, but the resumed run has done 5 steps" in capsys.readouterr().err
     assert main([*resumed, "--steps", "8"]) == 2
     assert "out-a: exists and is not an empty directory" in capsys.readouterr().err
     assert main([*resumed, "--steps", "8", "--output", str(tmp_path / "more")]) == 0

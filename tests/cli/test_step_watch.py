@@ -218,7 +218,7 @@ def test_a_prompt_that_the_model_cannot_take_is_refused_at_the_start(job: dict[s
     assert run(job, "--sample", "the fox " * 1024) == 2
     error = capsys.readouterr().err
     assert "--sample: " in error
-    assert "of the prompt and 64 to write are more than the model's 2048 positions" in error
+    assert "of the prompt and 64 tokens to write are more than the model's 2048 positions" in error
 
 
 @pytest.mark.parametrize("flags", [["--save-best"], ["--sample", "the fox"]])

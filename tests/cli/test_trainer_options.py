@@ -105,8 +105,8 @@ def test_values_are_what_the_library_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--bf16", "true"], "TRL's bf16 is no option of infinity finetune: give --dtype"),
-        (["--packing"], "TRL's packing is no option of infinity finetune: the data are read"),
+        (["--bf16", "true"], "TRL's bf16 is not an option of infinity finetune: give --dtype"),
+        (["--packing"], "TRL's packing is not an option of infinity finetune: infinity finetune itself reads"),
         (["--neftune_noise_alphas", "5"], "unknown argument '--neftune_noise_alphas'"),
         (["--neftune_noise_alpha", "high"], "argument --neftune_noise_alpha/--neftune-noise-alpha: invalid"),
         (["--lr_scheduler_type", "square"], "argument --schedule: invalid choice: 'square'"),
@@ -123,11 +123,11 @@ def test_values_are_what_the_library_makes_of_them() -> None:
         (["--router_aux_loss_coef", "0.1"], "output_router_logits and router_aux_loss_coef in the model's config.json"),
         (
             ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"cycles": 2}'],
-            "--schedule cosine with --lr_scheduler_kwargs {'cycles': 2} is no schedule for this run: ",
+            "--schedule cosine with --lr_scheduler_kwargs {'cycles': 2} cannot be used for this run: ",
         ),
         (
             ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": "a"}', "--warmup-steps", "2"],
-            "is no schedule for this run: ",
+            "cannot be used for this run: ",
         ),
         (["--schedule", "inverse_sqrt", "--min-lr", "1e-6"], "--min-lr does nothing with --schedule inverse_sqrt"),
         (
@@ -138,10 +138,10 @@ def test_values_are_what_the_library_makes_of_them() -> None:
             ["--report_to", "none", "wandb"],
             "--logger none wandb: 'none' excludes trackers; leave out 'none', or the trackers",
         ),
-        (["--dataloader_num_workers", "2"], "the data are read, cut and packed here"),
+        (["--dataloader_num_workers", "2"], "infinity finetune itself reads, cuts and packs the data"),
         (["--gradient_checkpointing"], "`recompute` of the swap config says what is computed again"),
         (["--label_smoothing_factor", "0.1"], "each token that is learned has the same part: leave it out"),
-        (["--use_cache"], "packed examples would see each other: leave it out"),
+        (["--use_cache"], "packed examples would attend to each other: leave it out"),
         (["--debug", "underflow_overflow"], "it would do nothing: leave it out"),
     ],
 )

@@ -196,7 +196,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
     "cli/job.py": {
-        "after <>: from here on --schedule is that of <>": "cli/test_resume.py::"
+        "after <>: from now on the learning rate is that of a run of <>": "cli/test_resume.py::"
         "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
         "first of nvme.paths in --config, <>: a run is res": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
@@ -235,7 +235,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are",
         "Leave it out, or exclude the experts: --lora-targets": "cli/test_lora.py::"
         "test_experts_have_no_dropout_and_the_error_names_layers_that_have",
-        "With --trust-remote-code they are run.": "cli/test_remote_code.py::"
+        "With --trust-remote-code these files are run.": "cli/test_remote_code.py::"
         "test_each_process_is_told_anew_to_trust_code",
     },
     "cli/optimizers.py": {
@@ -249,7 +249,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
     },
     "cli/options_file.py": {
-        "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
+        "<>: <> is not an option of infinity finetune<>": "cli/test_run_file.py::"
         "test_an_option_that_a_message_proposes_is_one",
     },
     "cli/pins.py": {
@@ -325,7 +325,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "give --save-every or --save-best": "cli/test_trainer_options.py::"
         "test_the_option_that_a_refusal_names_does_what_was_asked",
-        "is no option of infinity finetune: <>": "cli/test_trainer_options.py::"
+        "is not an option of infinity finetune: <>": "cli/test_trainer_options.py::"
         "test_the_option_that_a_refusal_names_does_what_was_asked",
     },
     "cli/training.py": {

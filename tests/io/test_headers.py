@@ -380,7 +380,7 @@ def test_the_command_line_works_beside_a_damaged_header(
     assert f"rebuilt from generation {STEPS}" in out
     assert out.count("committed") == 2
     assert main(["checkpoint", "verify", *paths]) == 1
-    assert capsys.readouterr().out.count("every byte as it was written") == 2
+    assert capsys.readouterr().out.count("every byte is as it was written") == 2
     assert caplog.text.count(f"{HEADER_NAME} is damaged") == len(disks)
     assert main(["checkpoint", "export", *paths, "--output", str(tmp_path / "copy")]) == 0
     assert headers(disks) == before, "what only reads writes nothing"

@@ -449,7 +449,7 @@ def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) 
     assert main(["checkpoint", "list", folder]) == 0
     assert "generations that all 2 ranks have: 1, 2" in capsys.readouterr().out
     assert main(["checkpoint", "verify", folder]) == 0
-    assert capsys.readouterr().out.count("every byte as it was written") == 4
+    assert capsys.readouterr().out.count("every byte is as it was written") == 4
     assert main(["checkpoint", "export", folder, "--output", str(tmp_path / "out")]) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: digest(value) for name, value in written.items()} == life.weights

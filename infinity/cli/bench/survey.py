@@ -71,21 +71,24 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
     _announce(path, options, file_bytes)
     with Scratch(path, file_bytes) as scratch:
         if not scratch.file.direct:
-            _say("no direct I/O here: the measurement includes the page cache")
+            _say("direct I/O does not work on this disk: the measurement includes the page cache")
         rig = Rig(scratch, memory)
         rig.fill()
         if options.sustained:
             load = Workload("overwrite", *_SUSTAINED, file_bytes, engine)
             sustained = sustain(rig, load, options.limit_s or _LIMIT_S, _say_minute)
             if not sustained.settled:
-                _say("It has not settled: each of the last three minutes should be within 5 % of the one before.")
+                _say(
+                    "The rate is not constant yet: in each of the last three minutes it should differ by less than 5 % "
+                    "from the minute before."
+                )
             report = PathReport(path, 2 * file_bytes + sustained.written_bytes, sustained=sustained)
         else:
             sweep = Sweep(path, rig, _sample_bytes(rig, engine), engine, _say_point)
             choice = sweep.run()
             report = PathReport(path, 2 * file_bytes + memory + sweep.written_bytes, sweep.points, choice)
         verify(scratch)
-    _say(f"verified: all {file_bytes >> 20} MiB read back as written")
+    _say(f"verified: all {file_bytes >> 20} MiB were read back as they were written")
     _say(f"written to this disk: about {format_bytes(report.written_bytes)}")
     return report
 
@@ -108,7 +111,7 @@ def _say_point(point: Point) -> None:
 
 
 def _say_minute(rate: float, written_bytes: int) -> None:
-    _say(f"overwriting, a minute: {rate / 1e9:.2f} GB/s, {format_bytes(written_bytes)} written")
+    _say(f"overwriting, in one minute: {rate / 1e9:.2f} GB/s, {format_bytes(written_bytes)} written")
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:

@@ -155,8 +155,8 @@ class Rig:
         if not np.array_equal(got, wanted):
             page = int(np.flatnonzero(got != wanted)[0]) // 512
             raise BenchError(
-                f"WRONG DATA: page {page} of the data read ({workload.kind}, {workload.block_bytes >> 10} KiB "
-                f"× {workload.queue_depth}) differs from the data written. Do not trust this disk, its cable or this "
+                f"WRONG DATA: page {page} of the data read ({workload.kind}, {workload.block_bytes >> 10} KiB × "
+                f"{workload.queue_depth}) differs from the data written. Do not trust this disk, its cable or this "
                 "memory: run memtest and smartctl."
             )
 

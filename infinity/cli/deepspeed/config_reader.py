@@ -175,11 +175,9 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
     if "distributed_type" in values:
         raise ConfigError(
             f"{name}: this config file of Accelerate has no {_ACCELERATE}; its distributed_type is "
-            f"{quoted(values['distributed_type'])}, and the file does not say where states are "
-            "kept. Write this to swap.yaml: "
-            "`{weights: auto, optimizer: auto}`, or for a model larger than RAM "
-            "`{weights: nvme, optimizer: nvme, nvme: {paths: [DIRECTORY]}}`; "
-            "`infinity plan --model MODEL --config swap.yaml` says whether it fits"
+            f"{quoted(values['distributed_type'])}, and the file does not say where states are kept. Write this to "
+            "swap.yaml: `{weights: auto, optimizer: auto}`, or for a model larger than RAM `{weights: nvme, optimizer: "
+            "nvme, nvme: {paths: [DIRECTORY]}}`; `infinity plan --model MODEL --config swap.yaml` says whether it fits"
         )
     if not values.keys() & {*DEEPSPEED, *SECTIONS}:
         near = {key: nearest_key(key) for key in list(values)[:_SHOWN]}

@@ -36,12 +36,12 @@ _DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
 _COUNT_MAX = 1 << 60
 _WORD_CHARS_MAX = 40
 _STATES_WERE_ON_GPUS = (
-    "The optimizer's states were on the GPUs. Here they are in RAM, and the CPU updates them during the backward "
-    "pass. If RAM is too small for them, add `nvme: {paths: [...]}`."
+    "The optimizer's states were on the GPUs. Here they are in RAM, and the CPU updates them during the backward pass. "
+    "If RAM is too small for them, add `nvme: {paths: [...]}`."
 )
 _FSDP_HAS_NO_NVME = (
-    "FSDP does not offload to NVMe. If RAM is too small for weights and states, write `weights: nvme`, "
-    "`optimizer: nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
+    "FSDP does not offload to NVMe. If RAM is too small for weights and states, write `weights: nvme`, `optimizer: "
+    "nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
 )
 _OPEN_BATCH = (
     "The batch sizes are auto: the script's own arguments set them. One process instead of N GPUs needs N times the "
@@ -172,8 +172,8 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
     for path in paths:
         if not os.path.exists(os.path.expanduser(path)):
             conversion.remarks.append(
-                f"nvme.paths: {printable(path)} does not exist on this machine. A run makes it if its parent "
-                "directory exists."
+                f"nvme.paths: {printable(path)} does not exist on this machine. A run makes it if its parent directory "
+                "exists."
             )
     if not paths:
         return

@@ -117,8 +117,8 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
     calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
     loop = f" with {training.optimizer_call}" if training.optimizer_call else ""
     fixed = (
-        "The arguments after ITS ARGUMENTS are Trainer arguments that the config sets. They replace "
-        "others of the same name; if the script makes its TrainingArguments itself, set them there."
+        "The arguments after ITS ARGUMENTS are Trainer arguments that the config sets. They replace others of the same "
+        "name; if the script makes its TrainingArguments itself, set them there."
     )
     return [
         "",

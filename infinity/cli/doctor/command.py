@@ -116,7 +116,7 @@ def _without_paths(config: SwapConfig) -> Row:
         require_paths(config)
     except ConfigError as error:
         return Row("missing", str(error))
-    return Row("ok", "the swap config names no directory and uses no disk")
+    return Row("ok", "the swap config names no directory, and its states do not use a disk")
 
 
 def _report(rows: Sequence[Row], paths: Sequence[Path], options: argparse.Namespace) -> str:

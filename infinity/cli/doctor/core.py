@@ -48,7 +48,7 @@ def engine(wanted: str, root: Path = _ROOT) -> Row:
         opened = _native.IOEngine(wanted)
     except OSError as error:
         return Row("missing", f"nvme.engine: {wanted}: {error}", _mend(str(error), root))
-    said, costs = f"{opened.name}: {opened.reason}", "transfers take more processor time"
+    said, costs = f"{opened.name}: {opened.reason}", "transfers need more processor time"
     if opened.name != "io_uring":
         slower = Row("slower", f"{said}; {costs}", _mend(opened.reason, root))
         return Row("ok", said) if wanted == "threads" else slower

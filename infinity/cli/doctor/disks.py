@@ -94,7 +94,7 @@ class Disk:
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
                 mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
             return Row("missing", str(error).removeprefix("nvme.paths: "), mend)
-        return Row("ok", "writable" if self.path.exists() else "will be made by the run")
+        return Row("ok", "writable" if self.path.exists() else "the run will create the directory")
 
     def filesystem(self) -> Row:
         kind, mount = self._disk.filesystem, shlex.quote(self._disk.mount_point)
@@ -105,7 +105,7 @@ class Disk:
             return Row("missing", f"{said}: the file system is read-only", mend)
         if kind == "overlay":
             mend = restarted("-v /a/directory/on/the/ssd:/swap", self._root)
-            return Row("slower", f"{said}: layers of a container's image. Name a mounted directory", mend)
+            return Row("slower", f"{said}: these are layers of a container's image. Name a mounted directory", mend)
         if kind == "btrfs" and "nodatacow" not in options:
             mend = f"chattr +C {shlex.quote(str(self.path))}" if self.path.exists() else ""
             said += ": it copies blocks on overwrite. Turn this off while the directory is empty"
@@ -137,7 +137,7 @@ class Disk:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                return Row("unknown", f"a file cannot be made here: {error.strerror}")
+                return Row("unknown", f"a file cannot be created here: {error.strerror}")
             raise
         self.scratch.unlink()
         works = file.direct
@@ -183,9 +183,9 @@ class Disk:
         name = self._disk.members[0].name
         command, told = f"smartctl -a /dev/{name}", endurance_of(name)
         if told is None and os.geteuid() != 0:
-            return Row("unknown", "the drive reports it to root only", f"sudo {command}")
+            return Row("unknown", "the drive reports its wear only to root", f"sudo {command}")
         if told is None:
-            return Row("unknown", f"`{command}` does not report it")
+            return Row("unknown", f"`{command}` does not report the wear")
         said = f"{told.percentage_used} % used, {told.written_bytes / 1e12:.1f} TB written"
         if told.percentage_used >= _WORN_PERCENT:
             return Row("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")

@@ -93,8 +93,8 @@ class Gpus:
         budgets += f" and memory.host {format_bytes(host)}, together {format_bytes(host + device)}" if host else ""
         said = (
             f"{budgets}; without a GPU this memory is RAM, and {format_bytes(left)} of RAM is available now: set "
-            f"memory: {{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out "
-            "to use the available memory"
+            f"memory: {{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out to use the "
+            "available memory"
         )
         return [Row("missing", said, what="memory.device")]
 
@@ -132,12 +132,12 @@ class Gpus:
         """Return a row that says why torch finds no device."""
         there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
         if not there:
-            return Row("ok", "none: the CPU computes")
+            return Row("ok", "none: the model computes on the CPU")
         if not accelerator.has_runtime():
-            return Row("unknown", f"{there}: this torch cannot query it")
+            return Row("unknown", f"{there}: this torch cannot query the GPU")
         hidden = next((name for name in _HIDING if os.environ.get(name, "all") in ("", "-1")), "")
         if hidden:
-            return Row("slower", f"{there}, hidden by {hidden}: the CPU computes", f"unset {hidden}")
+            return Row("slower", f"{there}, hidden by {hidden}: the model computes on the CPU", f"unset {hidden}")
         why = accelerator.why_no_device() or "torch does not find it"
         return Row("missing", f"{there}: {why}", self._driver())
 
@@ -158,7 +158,8 @@ class Gpus:
         said += f"{format_bytes(facts.free_bytes)} are free"
         if wanted is not None and wanted > facts.free_bytes:
             said += (
-                f"; memory.device is {format_bytes(wanted)}: lower it, or free memory that other processes use there"
+                f"; memory.device is {format_bytes(wanted)}: lower memory.device, or free memory that other processes "
+                "use on the GPU"
             )
             return Row("missing", said)
         return Row("ok", said)
@@ -180,7 +181,9 @@ class Gpus:
         if copied.refused:
             mend = restarted("--ulimit memlock=-1", self._root)
             return Row(
-                "slower", f"{said}, not parallel to compute, because memory cannot be pinned: {copied.refused}", mend
+                "slower",
+                f"{said}, and copies do not overlap with computing, because memory cannot be pinned: {copied.refused}",
+                mend,
             )
         if most is None or copied.link is None:
             return Row("ok", f"{said}; the system does not report its link, as in many virtual machines")

@@ -32,7 +32,7 @@ def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
     said = f"{wanted} for the update, of {os.cpu_count()} cores"
     if quota is None or wanted <= math.ceil(quota):
         return Row("ok", said)
-    said += f", and the control group's quota allows {quota:g} of them"
+    said += f", but the control group's quota allows only {quota:g} cores"
     return Row("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
 
 
@@ -45,7 +45,7 @@ def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
     try:
         info = os.statvfs(place)
     except OSError as error:
-        return Row("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need it")
+        return Row("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need shared memory")
     total = info.f_blocks * info.f_frsize
     if total >= _SHARED_BYTES:
         return Row("ok", format_bytes(total))
@@ -77,7 +77,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
 
     there = node_processors(root)
     if len(there) < 2:
-        return Row("ok", "one node has all")
+        return Row("ok", "there is only one node")
     disks = {str(path): disk_under(path, root).numa_node for path in paths}
     cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
     nodes = {node for node, cpus in there.items() if os.sched_getaffinity(0) & cpus}

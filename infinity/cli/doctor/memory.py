@@ -31,7 +31,8 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
     if wanted is not None and wanted > left:
         return Row(
             "missing",
-            f"{said}; memory.host is {format_bytes(wanted)}: lower it, or leave it out to use the available memory",
+            f"{said}; memory.host is {format_bytes(wanted)}: lower memory.host, or leave it out to use the available "
+            "memory",
         )
     return Row("ok", said)
 
@@ -41,7 +42,7 @@ def huge_pages(root: Path = _ROOT) -> Row:
     if setting in ("always", "madvise"):
         return Row("ok", setting)
     if not setting:
-        return Row("unknown", "the kernel does not report it")
+        return Row("unknown", "the kernel does not report its setting")
     return Row("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
 
 
@@ -68,4 +69,4 @@ def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         mend = f"ulimit -l {'unlimited' if hard == resource.RLIM_INFINITY else hard >> 10}"
     mend = mend or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
-    return Row("slower", f"{said}. Above the limit transfers cost more processor time", mend)
+    return Row("slower", f"{said}. Above the limit, transfers need more processor time", mend)

@@ -66,6 +66,6 @@ def processor(root: Path = _ROOT) -> Row:
         return Row("ok", model)
     name, why = default_dtype(device, root)
     if name == "fp32":
-        twice = "takes twice the memory of 16 bits for weights and gradients"
+        twice = "needs twice the memory of 16 bits for weights and gradients"
         return Row("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
     return Row("ok", f"{model}; {why}, so --dtype is {name} by default")

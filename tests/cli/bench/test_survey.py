@@ -54,7 +54,7 @@ def test_a_survey_prints_a_config_that_infinity_accepts(
     arguments = ["--path", str(disk), "--engine", engine, "--json", str(report), *SMALL]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "verified: all 32 MiB read back as written" in out
+    assert "verified: all 32 MiB were read back as they were written" in out
     text = out[out.index("# measured") :]
     (tmp_path / "swap.yaml").write_text(text)
     config = load_config(tmp_path / "swap.yaml")
@@ -97,7 +97,7 @@ def test_sustained_writing_goes_on_until_the_rate_settles(
 
     monkeypatch.setattr(sustained, "_MINUTE_S", 0.05)
     assert main(["--path", str(tmp_path), "--sustained", "--limit-s", "3", *SMALL]) == 0
-    assert re.search(r"overwriting, a minute: \d+\.\d\d GB/s, [\d.]+ [KMG]iB written", capsys.readouterr().out)
+    assert re.search(r"overwriting, in one minute: \d+\.\d\d GB/s, [\d.]+ [KMG]iB written", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

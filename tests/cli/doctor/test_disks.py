@@ -61,7 +61,7 @@ def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
 
 def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
     assert Disk(swap).directory() == Row("ok", "writable")
-    assert Disk(swap / "new").directory() == Row("ok", "will be made by the run")
+    assert Disk(swap / "new").directory() == Row("ok", "the run will create the directory")
 
 
 @pytest.mark.parametrize("writable", [True, False])

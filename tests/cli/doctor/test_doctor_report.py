@@ -79,7 +79,7 @@ def test_the_json_has_every_row() -> None:
         ("3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo", "3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo"),
         ("/swaps/its disk (eve)/a b: node 0; eve@box7 asked", "SWAP_DIR_1: node 0; USER@HOST asked"),
         ("/home/eve/.cache: full", "HOME/.cache: full"),
-        ("eventually; the drive reports it to root only", "eventually; the drive reports it to root only"),
+        ("eventually; the drive reports its wear only to root", "eventually; the drive reports its wear only to root"),
     ],
 )
 def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def link(root: Path, most: str = "16.0 GT/s PCIe", now: str = "16.0 GT/s PCIe", 
 def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     none(has_runtime=False)
     gpus = Gpus(SwapConfig(), tmp_path)
-    assert gpus.found() == [Row("ok", "none: the CPU computes")]
+    assert gpus.found() == [Row("ok", "none: the model computes on the CPU")]
     assert gpus.build().state == "ok"
     assert gpus.entry_points() == gpus.copies() == [Row("ok", "no GPU is used")]
 

@@ -92,7 +92,7 @@ def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
 
 
 def test_one_node_has_everything(root: Path, tmp_path: Path) -> None:
-    assert numa([tmp_path], root) == Row("ok", "one node has all")
+    assert numa([tmp_path], root) == Row("ok", "there is only one node")
 
 
 def test_nodes_have_their_processors(root: Path) -> None:
