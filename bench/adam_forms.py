@@ -1,7 +1,7 @@
 """Rate of the optimizer's pass in memory, for every form of the states: `python bench/adam_forms.py [--isa ISA ...]`.
 
-Each form is measured beside a bound: a pass that reads and writes the same streams in place with almost no arithmetic
-(infinity/cli/planning/adam.py). Each ratio compares two rates of the same round.
+Each form is compared with a bound: the rate of a pass that reads and writes the same streams in place with almost no
+arithmetic (infinity/cli/planning/adam.py). Each ratio compares two rates of the same round.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
     """Result of one form.
 
     Attributes:
-        of_bound: rate of this form, as a share of the bound's rate for the same bytes.
+        of_bound: rate of this form, divided by the rate at which the bound's pass moves the same bytes.
     """
 
     format: str

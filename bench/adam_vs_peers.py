@@ -8,9 +8,9 @@ The script needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads 
   pass   what a trainer does: bf16 gradients in, norm, unscale, clip, AdamW, bf16 weights out
 
 Every contender is a separate process with its memory in huge pages. Each round runs all contenders, in an order that
-rotates; each ratio compares two rates of the same round. A peer's pass is measured in two ways: as the pass is usually
-written (cast, norm, multiply, step, cast), and in the fastest other way that is known (norm of the bf16 gradients, or
-the clipping factor passed to the step). A probe finds this fastest way first.
+rotates; each ratio compares two rates of the same round. A peer's pass is measured in two forms: the usual form (cast,
+norm, multiply, step, cast), and the fastest other form that is known. The other forms compute the norm of the bf16
+gradients, or pass the clipping factor to the step. A probe finds the fastest form first.
 """
 
 from __future__ import annotations

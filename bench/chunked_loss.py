@@ -9,9 +9,9 @@
 | whole | torch: `cross_entropy(linear(hidden, weight).float(), labels)` |
 | chunked | infinity.chunked_cross_entropy |
 
-Each turn is a forward and a backward in a separate process, so that the peak belongs to this turn alone. `above` is the
-peak minus the memory that the process had before. For both contenders this difference includes the gradients of the
-hidden states and of the head. Quote the ratios.
+Each measurement is a forward and a backward in a separate process, so that the peak memory is that of one measurement.
+`above` is the peak minus the memory that the process had before. For both contenders this difference includes the
+gradients of the hidden states and of the head. Quote the ratios.
 """
 
 from __future__ import annotations

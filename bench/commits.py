@@ -1,7 +1,7 @@
 """Cost of durability and checksums per step: `python bench/commits.py`.
 
-Contenders take turns, step by step, on the model of bench/peers/workload.py: commit_every 0 and 1, with and without
-checksums.
+The contenders are commit_every 0 and 1, with and without checksums. They run alternately, one step each, on the model
+of bench/peers/workload.py.
 
 A disk may be faster in one region than in another. All stores are therefore created again several times, in an order
 that rotates, and each ratio compares steps of the same round. The report has medians of the seconds of a step

@@ -6,10 +6,9 @@
 
 Each size is a run of bench/large_model.py: a model is loaded, trained and saved under a memory limit, with the same
 number of tokens per step for all sizes. --limit is the limit of the largest model. The limit of a smaller model, less
-the interpreter's memory, is in proportion to the model's parameters. With the same limit for all, a small model would
-keep its gradients and states in memory and move fewer bytes; in that case, equal costs would say nothing about
-offloading. The minimum for a few blocks and the activations does not shrink in proportion, so the smallest models get a
-little more.
+the interpreter's memory, is in proportion to the model's parameters. If all models had the same limit, a small model
+would keep its gradients and states in memory and move fewer bytes, and equal costs would say nothing about offloading.
+A few blocks and the activations need a minimum of memory, so the limit of the smallest models is a little larger.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@
 | processor | the base in RAM in bf16: the CPU's computing alone |
 | ...-decoding | the base in RAM in that form: computing, and decoding beside it |
 
-The bound of a system is the largest of three times. The first is `processor`. The second time is the system's replay:
-its reading and decoding without any other work. The third time, for a form that is decoded, is the time of decoding
+The bound of a system is the largest of three times. The first is the time of `processor`. The second is the time in
+which the system only reads and decodes. The third time, for a form that is decoded, is the time of decoding
 alone: twice the parameters, at the rate that one thread reaches while nothing else runs. The embedding and the head are
 in bf16, whatever the form of the base. Quote the ratios, which compare times of the same round; single times on a
 shared machine mean nothing.

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Loading, training and saving of a model under a memory limit that the model's weights alone would nearly fill.
+"""Loading, training and saving of a model under a memory limit.
+
+The weights of the model alone would nearly fill the limit.
 
     python bench/large_model.py --json build/large-model.json        # 2 B parameters, 6 GB
     python bench/large_model.py --parameters 0.2e9 --limit 1.5GB     # a smaller one, to try the script

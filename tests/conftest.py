@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Set before torch is imported, and inherited by every process that a test starts. torch's threads spin while they wait,
-# and with the small models of the tests most of the CPU time would be spinning. The config of an update sets its number
-# of threads.
+# This is set before torch is imported, and every process that a test starts inherits it. torch's threads spin while
+# they wait. With the small models of the tests, most of the CPU time would be spinning. The config of an update sets
+# its number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tests.quick_imports  # noqa: F401  # isort: skip
@@ -39,7 +39,8 @@ logging.getLogger("infinity").setLevel(logging.ERROR)
 # torch.manual_seed records the stack of its caller for each kind of device, even for kinds that this torch was built
 # without. Tests call manual_seed often, and the stack of a test is deep.
 for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind._is_compiled():  # not is_available(), which would initialize the device, even in the fork server
+    # is_available() is not called, because it would initialize the device, even in the fork server
+    if not _kind._is_compiled():
         _kind.manual_seed_all = lambda seed: None
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # SIGINT is ignored in a shell's background jobs
@@ -65,7 +66,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Keep only the captured stdout of passed tests (-rP); log output and warnings are shown for failures only."""
+    """Keep only the captured stdout of passed tests (-rP). Log output and warnings are shown only for failed tests."""
     report = yield
     if report.passed:
         report.sections = [each for each in report.sections if each[0] == "Captured stdout call"]
@@ -229,9 +230,7 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 
 
 def _bytes_of_slots(coordinator: Coordinator) -> int:
-    """Return the number of bytes in the slots of fetched units, and in the slots that are freed when
-    memory is needed.
-    """
+    """Return the bytes in slots of fetched units, and the bytes in slots that are freed when memory is needed."""
     slots = coordinator.fetcher._slots
     fetched = [
         record.full.weight_bytes
@@ -272,7 +271,8 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert free + _bytes_of_slots(coordinator) == nbytes
         copies, bounce = resources.device.weights._space, resources.device.gradients._bounce
         assert copies.free_bytes == copies.nbytes
-        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed on demand
+        # these slots are freed when memory is needed
+        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)
         assert bounce.free_bytes + landed == bounce.nbytes
     lent = coordinator.update_queue.shadows.lent_bytes
     assert resources.resting.free_bytes + lent == plan.budgets.shadow_bytes

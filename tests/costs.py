@@ -4,10 +4,11 @@
 exceeded (.ci/run).
 
 [Note: the processor time of a test]
-A test's processor time is the CPU time of the test's process and of all ended processes that the test started: the
-kernel adds the time of ended children to their parent. The fork server (tests/processes.py) is a child that has
-children itself; the fork server's own imports count for no test. The processor time includes the test's fixtures. If a
-library or a fixture of a module or session is used by several tests, the first of these tests has its cost.
+A test's processor time is the CPU time of the test's process and of all processes that the test started and that have
+ended, because the kernel adds the time of ended children to their parent. The fork server (tests/processes.py) is a
+child that has children itself. The imports of the fork server count for no test. The processor time includes the test's
+fixtures. If a library or a fixture of a module or session is used by several tests, the first of these tests has its
+cost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from typing import Any
 import pytest
 
 SLOW_S = 2.0
-"""CPU time of a test's own call above which the test must have the mark `long`, when all tests take `WHOLE_S`."""
+"""If the call of a test takes more CPU seconds than this, the test must have the mark `long`.
+
+The value holds on a machine on which all tests take `WHOLE_S`.
+"""
 WHOLE_S = 400.0
 """CPU time of `make test` on a fast machine without other work.
 

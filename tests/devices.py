@@ -39,7 +39,8 @@ _PARAMETER = "computes_on"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _takes_part(metafunc):
         return
-    is_first = _is_first(metafunc)  # recorded in any case, because _sample needs the first functions
+    # the function is recorded in any case, because _sample needs the first function of each file
+    is_first = _is_first(metafunc)
     if _wants_all(metafunc.config):
         names = list(DEVICES)
     elif is_first:
@@ -53,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""Test functions by file: the first function in the file that takes part and does not have the mark `long`."""
+"""For each file, the first test function that takes part and does not have the mark `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:
@@ -95,7 +96,8 @@ def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
     if policy is None:
         yield None
         return
-    with pytest.MonkeyPatch.context() as patch:  # a separate MonkeyPatch, because tests undo the fixture's
+    # this is a separate MonkeyPatch, because tests undo the changes of the fixture monkeypatch
+    with pytest.MonkeyPatch.context() as patch:
         simulation = Simulation(patch, policy, gradients_apart=True)
         yield policy
         simulation.finish()

@@ -1,7 +1,6 @@
 """Search for families of transformers whose modules are not one list of blocks: `python -m tests.family_search`.
 
-The search reads the modeling files and imports none of them. The search finds these shapes in a family's module
-classes:
+The search reads the modeling files without importing them. The search finds these shapes in a family's module classes:
 
     nested      a list (or dict) of modules made inside another, or a bare nn.Module() used to hold others
     bare        a class of modules that hold others and has no forward: its other methods are called

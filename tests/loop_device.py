@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def mounted(directory: Path, nbytes: int) -> Iterator[Path]:
-    """Mount an empty ext4 of `nbytes` bytes; skip the test when the privilege or the tools are missing."""
+    """Mount an empty ext4 file system of `nbytes` bytes. Skip the test if the privilege or the tools are missing."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None or shutil.which("losetup") is None:
         pytest.skip("mounting a loop device needs root, losetup and mkfs.ext4")
     image, place = directory / "image", directory / "mount"

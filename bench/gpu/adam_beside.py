@@ -1,7 +1,7 @@
 """Rate of the update alone, and at the same time as other work that a training step does on the machine.
 
-The other work is threads that keep a core busy (like the threads that feed the device), and copies between the host and
-the device. The rates show which kind of work takes cores or memory bandwidth from the update.
+The other work consists of threads that keep a core busy, like the threads that feed the device, and of copies between
+host and device. The rates show which kind of work takes cores or memory bandwidth from the update.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ def probe_torch(python: Path) -> TorchFacts:
 
 
 def choose_python(candidates: list[Path]) -> TorchFacts:
-    """Choose the best candidate; of equal candidates the first.
+    """Choose the best candidate. If several are equally good, choose the first.
 
-    The best candidate is a Python whose torch sees a GPU. The next best are a Python whose torch was built for CUDA, a
-    Python that has infinity, and a Python that has torch.
+    From the best to the worst, candidates are: a Python whose torch sees a GPU, a Python whose torch was built for
+    CUDA, a Python that has infinity, and a Python that has torch.
     """
     probed = [probe_torch(python) for python in candidates]
     for good in (

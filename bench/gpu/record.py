@@ -22,8 +22,8 @@ from typing import Any, Literal, TextIO, TypeVar
 Verdict = Literal["ok", "failed", "missed", "known", "noted", "skipped"]
 """Judgement of a measurement.
 
-`missed`: correct, but slower than expected. `known`: the expectation is not met, because the present design cannot meet
-it. `noted`: there is no expectation; the value is a fact.
+`missed` means correct, but slower than expected. `known` means that the expectation is not met because the present
+design cannot meet it. `noted` means that there is no expectation and the value is a fact.
 """
 
 Value = TypeVar("Value")

@@ -40,7 +40,7 @@ def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
 
 
 def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
-    """Return whether a missing wait is visible: the check that makes the other checks meaningful.
+    """Return whether a missing wait is visible. Without this check, the other checks would prove nothing.
 
     If a copy is late, a read without a wait must return the old values, and a read with a wait must return the new
     values. If the read without a wait returns the new values, too, the other checks prove nothing.

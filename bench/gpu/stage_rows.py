@@ -2,11 +2,11 @@
 
 For comparison, torch in device memory and FSDP2 with its shards in host memory are measured, too.
 
-The bound of a step is the longer of two times: computing or the update. The time of computing assumes the rate that
-torch reaches in device memory (row "3.2 B, torch"); with recomputation a forward counts twice. The time of the update
-assumes the rate that all cores reach while nothing else runs (stage 5). A step that clips its gradients cannot update
-during its backward. The bound of such a step is the longer of two times: computing, or the update plus three quarters
-of computing (recomputation and backward).
+The bound of a step is the longer of two times, the time of computing and the time of the update. The time of computing
+assumes the rate that torch reaches in device memory (row "3.2 B, torch"); with recomputation a forward counts twice.
+The time of the update assumes the rate that all cores reach while nothing else runs (stage 5). A step that clips its
+gradients cannot update during its backward. The bound of such a step is either the time of computing, or the time of
+the update plus three quarters of the time of computing (recomputation and backward), whichever is longer.
 """
 
 from __future__ import annotations

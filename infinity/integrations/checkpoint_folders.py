@@ -106,7 +106,7 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
     if pins != config.pins:
         fewer = "; if more checkpoint folders are kept, the older folders get a portable copy of their states"
         logger.warning(
-            "infinity: the store in %s was made with room for %d pinned generations and keeps this number, although "
+            "infinity: the store in %s has room for %d pinned generations, and this number does not change, although "
             "the config now says %d%s",
             config.nvme.paths[0],
             pins,

@@ -61,7 +61,7 @@ def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
     """
     why = _use(model) if use else _do_not_use(model)
     if why:
-        logger.warning("the loss is computed from whole logits: %s", why)
+        logger.warning("the loss is computed from complete logits: %s", why)
     return why
 
 
@@ -78,7 +78,8 @@ def _use(model: nn.Module) -> str:
         return f"its head is a {type(head).__name__}, not a linear layer"
     if language.loss_function is not ForCausalLMLoss:
         return (
-            f"its loss is {getattr(language.loss_function, '__name__', 'one of its own')}, not that of a causal model"
+            f"its loss is {getattr(language.loss_function, '__name__', 'one of its own')}, not the loss of a causal "
+            "model"
         )
     if "labels" not in inspect.signature(language.forward).parameters:
         return f"the forward of {type(language).__name__} takes no labels"
@@ -239,7 +240,7 @@ class _ChunkedLoss(Guard):
         if call.loss is None or logits.steps != self.steps:
             raise ModelError(
                 f"{type(self._language).__name__} used its logits in another way ({logits.steps}) than when it was "
-                f"tried ({self.steps}), so its loss cannot be computed without whole logits"
+                f"tried ({self.steps}), so its loss cannot be computed without complete logits"
             )
         return call.loss
 
@@ -301,8 +302,8 @@ class _Logits(torch.Tensor):
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
         raise _UnreadableError(
-            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. To get whole "
-            "logits, call the model without labels, or call infinity.use_chunked_loss(model, False)"
+            f"`{name}` of logits, which infinity.use_chunked_loss does not compute completely. To get complete logits, "
+            "call the model without labels, or call infinity.use_chunked_loss(model, False)"
         )
 
 

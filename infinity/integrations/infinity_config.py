@@ -224,7 +224,7 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
     marker = require_marker(folder)
 
     def goes_on(model: nn.Module) -> bool:
-        """Return whether the model has the states of the folder's generation, or will have them when it is offloaded."""
+        """Return whether the model has, or will have when it is offloaded, the states of the folder's generation."""
         if is_deferred(model):
             return run.began_from(model) is not None
         whole = run.outermost(model)

@@ -74,8 +74,9 @@ def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming
 
 
 def _patch_imports(run: Run, patches: Patches) -> None:
-    """Register patches that are applied when the script imports a library, so that infinity imports no library that the
-    script does not use.
+    """Register replacements that are made when the script imports a library.
+
+    infinity then imports no library that the script does not use.
     """
 
     def replace_training(trainer: ModuleType) -> None:

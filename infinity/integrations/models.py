@@ -1,7 +1,4 @@
-"""Loading of models:
-
-`from_pretrained` returns a model whose weights are still in their files. Offloading reads the files.
-"""
+"""Loading of models by `from_pretrained`. The weights stay in their files until the model is offloaded."""
 
 from __future__ import annotations
 

@@ -75,8 +75,9 @@ class Patches:
         self._others.append(undo)
 
     def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        """Call `act(module)` when the module is imported, or immediately if it is imported already. infinity does not
-        import the module itself, because some imports take seconds.
+        """Call `act(module)` when the script imports the module, or now if the module is already imported.
+
+        infinity does not import the module itself, because some imports take seconds.
         """
         if name in sys.modules:
             act(sys.modules[name])

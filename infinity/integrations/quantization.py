@@ -1,5 +1,6 @@
-"""Scripts that ask for weights quantized by bitsandbytes: the form of weights that infinity uses instead, and the log
-line about this form.
+"""Forms of weights for scripts that ask for quantization by bitsandbytes.
+
+infinity quantizes frozen weights itself, in a form of its own, and a log line names this form.
 """
 
 from __future__ import annotations

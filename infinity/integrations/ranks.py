@@ -17,9 +17,10 @@ from infinity.runtime.deferred_parameters import is_deferred
 
 
 def replace_ddp(patches: Patches) -> None:
-    """Make DistributedDataParallel(model) return the model itself, if the model is offloaded or will be offloaded. The
-    ranks of such a model share weights and states, and average gradients, without a wrapper. The model's attribute
-    `module` is the model itself. Other models are wrapped as usual.
+    """Make DistributedDataParallel(model) return the model itself, if the model is or will be offloaded.
+
+    infinity itself divides weights and states among the ranks, and averages the gradients. The attribute `module` of
+    the model is the model itself. Other models are wrapped as usual.
     """
 
     class Bypassed(DistributedDataParallel):

@@ -38,8 +38,9 @@ from infinity.io.pins import require_marker
 
 
 def replace_training(run: Run, patches: Patches) -> None:
-    """Make every Trainer offload its model when it makes its optimizer, and pin a generation for each of its checkpoint
-    folders.
+    """Make every Trainer offload its model, and pin generations.
+
+    A Trainer offloads its model when it makes its optimizer. Each of its checkpoint folders pins a generation.
     """
     of, kind = _OfTrainer(run), transformers.Trainer
     patches.wrap(kind, "__init__", of.init)

@@ -1,4 +1,6 @@
-"""The training job that is killed: all state that a run can carry over, in a model of a few thousand parameters.
+"""The training job that is killed.
+
+It has every kind of state that a resumed run can restore, in a model of a few thousand parameters.
 
 The job resumes from the state on its disk, or starts a new run. The job appends its progress to a log outside the swap
 directories: how the process began, each step's loss, and each generation whose final name appeared. A later process
@@ -122,7 +124,7 @@ class AtOperation:
 
     @property
     def numbers_all_writes(self) -> bool:
-        """Whether `index` counts the writes of the complete run, not those of one range."""
+        """Whether `index` counts all writes of the run. If not, it counts only the writes to one range."""
         return self.operation == "write" and (self.begin, self.end) == (0, 2**64 - 1)
 
 
@@ -333,8 +335,8 @@ def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault
 
 def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
     log = root / "log"
-    store._probe = lambda *_: 1e9  # saves the time of measuring disks
-    store.STRIPE_BYTES = 4096  # smaller, because the states would not fill a stripe
+    store._probe = lambda *_: 1e9  # so that the disks are not measured
+    store.STRIPE_BYTES = 4096  # stripes are small, because the states would not fill a stripe of the usual size
     torch.manual_seed(0)
     random.seed(0)
     model = _open(Tiny(), setup, root, faults)
@@ -385,7 +387,8 @@ def step_in(folder: Path) -> int:
 
 def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
     """Yield the rows unchanged. Once the model is in use, fork two workers, which soon hang."""
-    generator = torch.Generator()  # separate, so that torch's generator draws the same numbers as without a loader
+    # a separate generator, so that torch's generator draws the same numbers as without a loader
+    generator = torch.Generator()
     hanging = torch.utils.data.DataLoader(Hanging(), num_workers=2, multiprocessing_context="fork", generator=generator)
     loader = None
     for batch in rows:

@@ -21,8 +21,9 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Life:
-    """Log entries of one process. `began` is the step from which the process resumed; None: the process was killed
-    before it logged this step.
+    """Log entries of one process.
+
+    `began` is the step from which the process resumed, or None if the process was killed before it logged this step.
     """
 
     began: int | None = None
@@ -209,7 +210,9 @@ class Campaign:
             shutil.rmtree(root)
 
     def _require_killed(self, kill: Kill | None, life: Life) -> None:
-        """Require that the life reached its kill, unless the kill is at a time or at a number of writes. The number of
+        """Require that the life reached its kill.
+
+        Kills at a time or at a number of writes are not checked. The number of
         writes of a run depends on timing. A speculative update whose scale was wrong may or may not have been written
         before it was withdrawn.
         """

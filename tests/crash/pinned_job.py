@@ -37,8 +37,8 @@ EXPECTED = "expected"
 Act = tuple[str, Any]
 """Kind and argument of an act.
 
-train: the number of steps. save: the way to make room. remove: unpin and remove the oldest folder; the argument says
-which comes first. vanish: remove the oldest folder without unpinning it.
+The argument of `train` is the number of steps, and of `save` the way to make room. `remove` unpins and removes the
+oldest folder; its argument says which happens first. `vanish` removes the oldest folder without unpinning it.
 """
 
 

@@ -115,8 +115,10 @@ class Moment:
         self._sizes = sizes
         self._names: dict[Path, Name] = defaultdict(Name)
         self._writes: dict[Path, list[Write]] = defaultdict(list)
-        self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: record at which the last sync began
-        self._ended: dict[Path, int] = {}  # same, for a sync that has ended but was not awaited yet
+        # for each swap file, the record at which the last sync began
+        self._synced: dict[Path, int] = defaultdict(lambda: -1)
+        # the same for a sync that has ended, but for which the run has not waited yet
+        self._ended: dict[Path, int] = {}
         self._open: dict[tuple[bytes, int], Write | int] = {}
         # The directories of the store, and the checkpoint folders.
         self._directories = {path.parent for path in sizes}

@@ -1,6 +1,6 @@
 """Messages that name a command, an option or a call, and that no known test follows yet.
 
-The list only gets shorter: with a test that follows a message, the message moves to FOLLOWED.
+The list may only get shorter. When a test follows the advice of a message, the message moves to FOLLOWED.
 """
 
 from __future__ import annotations

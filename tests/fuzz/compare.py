@@ -23,7 +23,7 @@ from tests.fuzz.loops import Log, Loop
 from tests.fuzz.models import Net
 from tests.fuzz.reference import USES, Reference
 
-_NORM_TOLERANCE = 1e-12  # norms are fp64 sums, added in another order
+_NORM_TOLERANCE = 1e-12  # norms are sums in fp64 that are added in another order
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def is_fp32(self) -> bool:
-        """Whether the model and the moments are fp32, so that every rounding of the run is also made by torch."""
+        """Whether the model and the moments are fp32. torch then rounds in the same places as infinity."""
         return self.fixed["moments"] == "fp32" and all(p.dtype == torch.float32 for p in self.model().parameters())
 
     def describe(self) -> str:
@@ -88,7 +88,7 @@ class Plain:
         self._kept.setdefault(self.optimizer.steps, self._now())
 
     def restart(self, back: int, index: int) -> int:
-        self.top()  # keeps the current state, if it is not kept yet
+        self.top()  # this keeps the current state, if it is not kept yet
         step = self._restarts[index]
         if step == self.optimizer.steps:
             return step

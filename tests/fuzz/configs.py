@@ -24,7 +24,7 @@ _PLENTY = 64 << 20
 
 
 def fixed(rng: random.Random) -> dict[str, Any]:
-    """Return the options that a resumed run cannot change; `moments` changes the bits."""
+    """Return the options that a resumed run cannot change. For example, `moments` would change the bits."""
     return {
         "moments": rng.choice(["fp32", "fp32", "int8"]),
         "master": rng.choice(["split16", "split16", "fp32"]),

@@ -44,8 +44,8 @@ class Iteration:
             evaluation.
         lr: learning rate set by hand at the start of the iteration; None: it is not changed.
         gates: whether each visit of a block takes place.
-        restart: the run ends after this step and is resumed; the value is the number of generations between the newest
-            generation and the resumed one. None: the run does not end.
+        restart: None if the run does not end after this step. Otherwise the run ends and is resumed; the value is the
+            number of generations between the newest generation and the resumed one.
         changes: changes of gradients after each micro-batch.
     """
 

@@ -48,8 +48,9 @@ DOUBT = "its loop may have been elsewhere"
 BETWEEN = ("write", "put back", "evaluate", "look", "fail", "draw")
 """Operations that may be anywhere.
 
-write: new weights that stay. put back: weights that are changed and restored. evaluate: a forward without a graph that
-draws random numbers. look: a forward with a graph and no backward. fail: a forward that raises. draw: random numbers.
+`write` writes new weights. `put back` changes weights and restores them. `evaluate` is a forward without a graph that
+draws random numbers. `look` is a forward with a graph but without a backward. `fail` is a forward that raises. `draw`
+draws random numbers.
 """
 
 
@@ -96,7 +97,7 @@ def make(seed: int) -> Case:
         seen = ("schedule", "evaluate", "draw")  # no forward or write: they would count for the new item
         body = [*a_pass, "step", *(part for part in after if part in seen)]
         body.insert(draw.randrange(1, len(body)), "next")
-    if kind == "left":  # leaves gradients, which the next step includes
+    if kind == "left":  # this leaves gradients, which the next step includes
         body += a_pass
     if kind == "commit":
         body.append("commit")

@@ -1,4 +1,4 @@
-"""Mutated small files: some value in a document is changed, but every checksum is valid."""
+"""Mutations of small files. Some value in a document is changed, but every checksum is valid."""
 
 from __future__ import annotations
 

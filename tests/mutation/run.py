@@ -95,7 +95,7 @@ class Copy:
         """
         (self.path / mutant.path).write_text(text)
         for path, built in self._whole.items() if mutant.native else ():
-            path.unlink()  # not overwritten: a process may still have the file mapped
+            path.unlink()  # the file is replaced and not overwritten, because a process may still have it mapped
             path.write_bytes(built)
 
     def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:

@@ -6,7 +6,7 @@ depend on the callers inside infinity. The lines of the log have the words of th
 
 [Note: the same log each time] The progress of native threads and other ranks is visible only through `done`. In a
 logged run, `done` waits and returns true, so that code that depends on the answer of `done` always behaves the same.
-The answer of `withdraw` depends on which jobs have begun; therefore `withdraw` waits for all its jobs.
+The result of `withdraw` depends on which jobs have begun. Therefore `withdraw` waits for all of its jobs.
 """
 
 from __future__ import annotations
