@@ -159,7 +159,7 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         ),
         (
             {**messages("fox"), "chat_template_kwargs": {"tools": []}},
-            "names that a chat template has; they have 'tools'",
+            "may only have variables of the chat template; this one has 'tools'",
         ),
         ({**messages("fox"), "chat_template_kwargs": "fox"}, "names that a chat template has; they have a str"),
         ({"text": "a \ud800 fox"}, "half of a surrogate pair"),
@@ -300,7 +300,7 @@ def test_a_list_that_is_too_long_for_memory_is_refused_however_short_its_file_is
 
 def test_a_packed_file_without_a_name_for_what_is_in_it_can_be_named(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b'{"text": "the fox"}'))
-    with pytest.raises(ConfigError, match=r"or name it as what it is, such as \.jsonl\.gz"):
+    with pytest.raises(ConfigError, match=r"or give the file a name that says its format, such as \.jsonl\.gz"):
         pack(tmp_path / "a.gz")
     (tmp_path / "a.gz").rename(tmp_path / "a.jsonl.gz")
     assert text_of(pack(tmp_path / "a.jsonl.gz")).split() == ["the", "fox", "<eos>"]

@@ -187,7 +187,9 @@ def test_examples_without_an_answer_are_counted(read: Read) -> None:
     assert len(learned(data)) == 1
     assert data.notes()[0].startswith("examples left out, because they have no answer: 1 (")
     assert data.notes()[0].endswith("rows0.jsonl:1)")
-    with pytest.raises(ConfigError, match=r"because they have no answer: 1 \(.*Is there a message of the assistant"):
+    with pytest.raises(
+        ConfigError, match=r"because they have no answer: 1 \(.*Check that there are messages of the assistant"
+    ):
         read(rows[:1])
 
 

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "calls in a template without them": (
         {"messages": saying(TALK, 1, tool_calls=[{"function": {"name": "find", "arguments": {}}}])},
-        "leaves out 'tool_calls' of messages\\[1\\]: write them into its 'content'",
+        "leaves out 'tool_calls' of messages\\[1\\]: write the calls into the message's 'content'",
     ),
     "KTO, of an answer that is not wanted": (
         {"prompt": ASKED, "completion": FOX, "label": False},
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a row that is not to be trained": ({"messages": TALK, "train": False}, "'train' is False"),
     "two messages of the system": (
         {"messages": [*spoken([("system", "x")]), *TALK], "system": "be kind"},
-        "'system' and a message of the system",
+        "'system' and also a system message",
     ),
     "a system beside a prompt": (
         {"prompt": ASKED, "completion": FOX, "system": "be kind"},
@@ -277,7 +277,7 @@ def test_thoughts_that_the_chat_template_leaves_out_are_named(read: Read) -> Non
 
 def test_what_a_user_says_is_learned_as_the_message_says(read: Read) -> None:
     row = {"messages": saying(TALK, 0, train=True)}
-    with pytest.raises(ConfigError, match="Remove it; --loss-on all learns whole conversations"):
+    with pytest.raises(ConfigError, match="Remove the field; or give --loss-on all to learn whole conversations"):
         read([row])
     said = learned(read([{"messages": TALK}], loss_on="all"))[0]
     assert ASKED in said

@@ -227,7 +227,7 @@ def test_an_export_whose_tokenizer_is_gone_says_so(job: Job, tmp_path: Path, cap
     assert run(job | {"--steps": 1}, "--keep-store") == 0
     job["--model"].rename(tmp_path / "moved")
     assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(tmp_path / "copy")]) == 0
-    assert "warning: the copy has no tokenizer" in capsys.readouterr().err
+    assert "warning: the exported checkpoint has no tokenizer" in capsys.readouterr().err
     goes_on = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(job["--config"])]
     assert main(["finetune", *goes_on, "--output", str(tmp_path / "again")]) == 2
     assert "Where is it now? Give --model" in capsys.readouterr().err

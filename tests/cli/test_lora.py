@@ -175,7 +175,7 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(job: dict[str, Any], tmp_p
     ("flags", "says"),
     [
         (["--freeze", "model.layer.*"], "the model has no such parameter; a similar name is model.layers."),
-        (["--freeze", "*"], "nothing is left to be trained"),
+        (["--freeze", "*"], "no parameter is left to train"),
         (["--freeze", "*", "--lora", "2"], "--freeze does nothing with --lora"),
         (["--lora-alpha", "2"], "--lora-alpha does nothing without --lora"),
         (["--lora", "0"], "must be at least 1"),

@@ -81,11 +81,11 @@ def test_both_answers_begin_behind_the_prompt(row: Any, asked: str, better: str,
 MORE = {"role": "user", "content": "and"}
 REFUSED = [
     ({"text": "fox"}, "--method dpo learns which of two answers is better, and the row has no 'chosen'"),
-    (CHAT | {"margin": 2}, "has 'margin', which infinity does not obey"),
+    (CHAT | {"margin": 2}, "has 'margin', which infinity cannot obey"),
     (CHAT | {"image": "x.png"}, "has 'image', which infinity cannot obey: text is all that is learned"),
     (CHAT | {"chosen": "fox"}, "must all be strings, or must all be lists of messages"),
     (CHAT | {"chosen": [*FOX, MORE]}, "'chosen' has a message of the user behind the prompt"),
-    (CHAT | {"rejected": [HEN[0] | {"weight": 0}]}, "rejected: 'weight', 'train' and 'loss' are not read here"),
+    (CHAT | {"rejected": [HEN[0] | {"weight": 0}]}, "rejected: 'weight', 'train' and 'loss' have no effect here"),
     ({"chosen": "fox", "rejected": "hen"}, "have no common beginning, .*: give a 'prompt'"),
     ({"chosen": [*ASK, *FOX], "rejected": ASK}, "one is the beginning of the other: give a 'prompt'"),
     (
@@ -129,12 +129,18 @@ def test_pairs_of_one_answer_and_those_that_are_too_long_are_left_out(read: Read
     assert data.sequences == 2
     assert [len(row["prompt_ids"] + row["chosen_ids"]) for row in data.rows([1]).rows] == [128]
     notes = "\n".join(data.notes())
-    for said in ("both answers are the same: 1 (", "behind --sequence-length 128: 1 (", "cut, because they are longer"):
+    for said in (
+        "both answers are the same: 1 (",
+        "after the first 128 tokens (--sequence-length): 1 (",
+        "cut, because they are longer",
+    ):
         assert said in notes
     rewarded = read(CHAT, long, late, same, method="reward")
     assert rewarded.sequences == 1
     assert "an answer is longer than --sequence-length 128: 2 (" in "\n".join(rewarded.notes())
-    with pytest.raises(ConfigError, match=r"nothing in it is learned: .* are the same: 1 .*Give pairs of answers that"):
+    with pytest.raises(
+        ConfigError, match=r"no row of it can be learned: .* are the same: 1 .*Give pairs of answers that"
+    ):
         read(same)
 
 

@@ -193,7 +193,7 @@ def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_
     job: dict[str, Any], capsys: Any
 ) -> None:
     assert run(job | {"--steps": 2}, "--resume", "--keep-store") == 0
-    assert "beginning anew" in capsys.readouterr().out
+    assert "the run begins at step 0" in capsys.readouterr().out
     job["--output"] = job["--output"].with_name("again")
     assert run(job | {"--steps": 2}, "--resume") == 0
     assert "resumed after step 2 of 2" in capsys.readouterr().out
@@ -247,10 +247,10 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     assert main(["finetune", "--resume", swap, "--steps", "3"]) == 2
     assert "(it is the output of the resumed run; --output DIR)" in capsys.readouterr().err
     assert main(["finetune", "--resume", copy, *more, str(tmp_path / "c")]) == 2
-    assert "go on from it with --from-checkpoint" in capsys.readouterr().err
+    assert "resume from it with --from-checkpoint" in capsys.readouterr().err
     there = _job(tmp_path, "there", nvme={"paths": [copy]})
     assert run(there, "--resume") == 2, "what the copy has is not left for a new beginning"
-    assert "go on from it with --from-checkpoint" in capsys.readouterr().err
+    assert "resume from it with --from-checkpoint" in capsys.readouterr().err
     assert main(["finetune", "--from-checkpoint", copy, *elsewhere, *more, str(tmp_path / "c")]) == 0
     assert main(["finetune", "--resume", *more, str(tmp_path / "d")]) == 2
     assert "--resume DIR, or --config with nvme.paths" in capsys.readouterr().err
@@ -262,7 +262,9 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
 def test_a_run_of_another_program_is_resumed_by_that(tmp_path: Path, capsys: Any) -> None:
     trained(config(tmp_path / "swap"))
     assert main(["finetune", "--resume", str(tmp_path / "swap")]) == 2
-    assert "not made by `infinity finetune`; resume it with its program" in capsys.readouterr().err
+    assert (
+        "that `infinity finetune` did not make; resume the run with the program that made it" in capsys.readouterr().err
+    )
     infinity.close(infinity.resume(build(), config(tmp_path / "swap")))
 
 

@@ -140,7 +140,7 @@ def test_values_are_what_the_library_makes_of_them() -> None:
         ),
         (["--dataloader_num_workers", "2"], "infinity finetune itself reads, cuts and packs the data"),
         (["--gradient_checkpointing"], "`recompute` of the swap config says what is computed again"),
-        (["--label_smoothing_factor", "0.1"], "each token that is learned has the same part: leave it out"),
+        (["--label_smoothing_factor", "0.1"], "each learned token has the same weight: leave it out"),
         (["--use_cache"], "packed examples would attend to each other: leave it out"),
         (["--debug", "underflow_overflow"], "it would do nothing: leave it out"),
     ],

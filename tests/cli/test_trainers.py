@@ -155,7 +155,7 @@ def test_a_killed_run_ends_in_the_same_bits(method: str, job: dict[str, Any], tm
     assert process.returncode == -signal.SIGKILL
     if method == "dpo":
         assert main(["finetune", "--resume", str(swap), "--model", str(job["--output"])]) == 2
-        assert "which are the reference: give --model with the original weights" in capsys.readouterr().err
+        assert "which its reference model must have: give --model with the original weights" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(swap), "--model", str(job["--model"])]) == 0
     assert "resumed after step 2 of 4" in capsys.readouterr().out
     assert losses_of(other) == expected

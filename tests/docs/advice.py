@@ -112,7 +112,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "set --size to at most": "cli/bench/test_survey.py::test_some_space_stays_free",
     },
     "cli/checkpoint.py": {
-        "files into the copy, or give --model with the director": "cli/test_limits.py::"
+        "files into its directory, or give --model with the director": "cli/test_limits.py::"
         "test_an_export_whose_tokenizer_is_gone_says_so",
     },
     "cli/command.py": {
@@ -126,8 +126,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/data.py": {
         "Give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "longer than --sequence-length": "cli/test_examples.py::test_an_example_that_is_too_long_is_cut_and_said",
-        "answer begins behind --sequence-length": "cli/test_examples.py::"
-        "test_the_length_that_a_message_asks_for_is_one",
+        "(--sequence-length)": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
@@ -167,15 +166,15 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "cli/fields.py": {
         "has no <>, which --columns names": "cli/test_layouts.py::test_a_column_that_a_row_has_not_is_named",
-        "--columns reads columns of other names": _COLUMNS,
+        "If its columns have other names, give --columns": _COLUMNS,
         "name the columns to read, such as --columns": _COLUMNS,
         "name the columns to read: --columns": _COLUMNS,
     },
     "cli/finetune.py": {
         "leave them out, and give --gradient-accum": "cli/test_trainers.py::"
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
-        "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
-        "To write the model again give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "to train further, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "To write the model again, give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "is the output of the resumed run; --output DIR)": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
         "--min-lr is <>, but the rate falls from --lr <>": "cli/test_finetune.py::"
@@ -198,13 +197,13 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/job.py": {
         "after <>: from now on the learning rate is that of a run of <>": "cli/test_resume.py::"
         "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
-        "first of nvme.paths in --config, <>: a run is res": "cli/test_resume.py::"
+        "first of nvme.paths in --config (<>): a run is res": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
         "directory of the run: --resume DIR, or --config ": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "go on from it with --from-checkpoint": "cli/test_resume.py::"
+        "resume from it with --from-checkpoint": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
+        "that `infinity finetune` did not make; resume the run with ": "cli/test_resume.py::"
         "test_a_run_of_another_program_is_resumed_by_that",
     },
     "cli/limits.py": {
@@ -223,7 +222,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_this_process_the_logger_is_as_before",
     },
     "cli/chat_messages.py": {
-        "--loss-on all learns whole conversations": "cli/test_fields.py::"
+        "or give --loss-on all to learn whole conversations": "cli/test_fields.py::"
         "test_what_a_user_says_is_learned_as_the_message_says",
     },
     "cli/models.py": {
@@ -277,10 +276,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Name the columns to read: --columns chosen=<>": "cli/test_pairs.py::"
         "test_the_way_on_that_a_refusal_names_is_one",
         "end both answers with the first message": "cli/test_pairs.py::test_the_way_on_that_a_refusal_names_is_one",
-        "To learn the chosen answers alone: --columns": _COLUMNS,
-        "with --loss-on all everything is": "cli/test_fields.py::"
+        "To learn only the chosen answers: --columns": _COLUMNS,
+        "with --loss-on all, all tokens are": "cli/test_fields.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
-        "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
+        "or give --loss-on all to learn whole conversations, incl": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
     },
     "cli/references.py": {
         "give --model with the original weights": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
@@ -292,7 +291,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_this_process_the_logger_is_as_before",
     },
     "cli/run_directory.py": {
-        "keep fewer (--save-limit)": "cli/test_run_directory.py::test_without_room_for_models_each_way_on_has_room",
+        "keep fewer models (--save-limit)": "cli/test_run_directory.py::test_without_room_for_models_each_way_on_has_room",
         "free. <>, or choose an --output on another": "cli/test_run_directory.py::"
         "test_without_room_for_models_each_way_on_has_room",
         "the models of --save-every and --save-best and the files of --logger": "cli/test_step_watch.py::"
@@ -332,7 +331,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
     },
     "cli/verifying.py": {
-        "or give --merge, whose output is compared": "cli/test_frozen.py::"
+        "leave --verify-output out, or give --merge": "cli/test_frozen.py::"
         "test_adapters_of_a_quantized_model_are_verified_merged_only",
     },
     "coordinator/gradient_handle.py": {

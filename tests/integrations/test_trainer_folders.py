@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
         assert list(pinned(again.model)) == there[with_a_copy:]
     had, wished = ({None: 2, 1: 2, 2: 3, 3: 4}[limit] for limit in (before, after))
     assert (
-        f"was made with room for {had} pinned generations and keeps this number, although "
+        f"has room for {had} pinned generations, and this number does not change, although "
         f"the config now says {wished}" in caplog.text
     )
     assert ("the older folders get a portable copy" in caplog.text) == (had < wished)

@@ -447,7 +447,7 @@ def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) 
     folder = str(tmp_path / "all")
     (life, _) = went_on(folder, NVME | {"moments": "int8"}, 2, 2, PAIR)
     assert main(["checkpoint", "list", folder]) == 0
-    assert "generations that all 2 ranks have: 1, 2" in capsys.readouterr().out
+    assert "generations that are complete on all 2 ranks: 1, 2" in capsys.readouterr().out
     assert main(["checkpoint", "verify", folder]) == 0
     assert capsys.readouterr().out.count("every byte is as it was written") == 4
     assert main(["checkpoint", "export", folder, "--output", str(tmp_path / "out")]) == 0
