@@ -265,7 +265,7 @@ def _opened(path: Path) -> IO[bytes]:
 def _other_format(path: Path, *, in_directory: bool = False) -> str:
     """Return '' if the file contains text or rows, and otherwise the reason why the file is not read."""
     if in_directory and _ending(path) == _LIST:
-        return "a .json file is read only if --data names the file itself"
+        return "a .json file is read only if its own path is given"
     known = any(_ending(path) in endings for endings in _OTHER_FORMATS)
     return f"a {path.suffix} file is not read" if known else ""
 

@@ -267,8 +267,7 @@ def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
         raise ConfigError(f"--steps is {steps}, but the resumed run has done {done} steps: give at least this number")
     was, now = _end_of(values), _end_of(length)
     print(
-        f"the run was begun for {was} and now ends after {now}: from now on the learning rate is that of a run of "
-        f"{now}",
+        f"the run was begun for {was} and now ends after {now}: from now on --schedule is computed for {now}",
         flush=True,
     )
 

@@ -61,7 +61,7 @@ _REFUSED = {
         *("activation_checkpointing", "activation_checkpointing_kwargs"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
     ),
-    "infinity finetune itself reads, cuts and packs the data": (
+    "infinity itself reads, cuts and packs the data": (
         *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "packing", "packing_strategy", "padding_free"),
         *("eval_packing", "pad_to_multiple_of", "truncation_mode", "shuffle_dataset", "completion_only_loss"),
         *("assistant_only_loss", "chat_template_path", "eos_token", "pad_token", "remove_unused_columns"),

@@ -172,7 +172,7 @@ class Training:
             if not options.trainer:
                 raise ModelError(f"TRL refuses the model: {raised(error)}") from error
             given = " ".join(" ".join((f"--{name}", *values)) for name, values in options.trainer.items())
-            raise ConfigError(f"TRL refuses {given} for --method {options.method}: {raised(error)}") from error
+            raise ConfigError(f"TRL refuses {given} of --method {options.method}: {raised(error)}") from error
 
     def _say_if_never_warm(self) -> None:
         if self.options.warmup_steps >= self.steps:

@@ -172,7 +172,7 @@ POINTS = (
     ),
     PatchRow(
         (f"{_TRAINER}.train",),
-        "resumes from the folder that `infinity run --resume` names",
+        "resumes from the given checkpoint folder",
         f"{_UNCHANGED}: resume_from_checkpoint is an argument",
         "--resume is refused, because no model resumes from it",
         ("resume_from_checkpoint",),

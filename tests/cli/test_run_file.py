@@ -65,7 +65,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     ("values", "says"),
     [
         ("base_model: a\n", "'base_model' is not an option of infinity finetune; did you mean model?"),
-        ("packing: true\n", "TRL's packing is not an option of infinity finetune: infinity finetune itself reads"),
+        ("packing: true\n", "TRL's packing is not an option of infinity finetune: infinity itself reads"),
         ("batch-sizes: 1\n", "did you mean batch-size?"),
         ("lr: -1\n", "run.yaml: lr: must be positive"),
         ("lr: high\n", "run.yaml: lr: 'high' is not a number"),

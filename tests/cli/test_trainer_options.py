@@ -106,7 +106,7 @@ def test_values_are_what_the_library_makes_of_them() -> None:
     ("flags", "says"),
     [
         (["--bf16", "true"], "TRL's bf16 is not an option of infinity finetune: give --dtype"),
-        (["--packing"], "TRL's packing is not an option of infinity finetune: infinity finetune itself reads"),
+        (["--packing"], "TRL's packing is not an option of infinity finetune: infinity itself reads"),
         (["--neftune_noise_alphas", "5"], "unknown argument '--neftune_noise_alphas'"),
         (["--neftune_noise_alpha", "high"], "argument --neftune_noise_alpha/--neftune-noise-alpha: invalid"),
         (["--lr_scheduler_type", "square"], "argument --schedule: invalid choice: 'square'"),
@@ -138,7 +138,7 @@ def test_values_are_what_the_library_makes_of_them() -> None:
             ["--report_to", "none", "wandb"],
             "--logger none wandb: 'none' excludes trackers; leave out 'none', or the trackers",
         ),
-        (["--dataloader_num_workers", "2"], "infinity finetune itself reads, cuts and packs the data"),
+        (["--dataloader_num_workers", "2"], "infinity itself reads, cuts and packs the data"),
         (["--gradient_checkpointing"], "`recompute` of the swap config says what is computed again"),
         (["--label_smoothing_factor", "0.1"], "each learned token has the same weight: leave it out"),
         (["--use_cache"], "packed examples would attend to each other: leave it out"),

@@ -195,7 +195,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
     "cli/job.py": {
-        "after <>: from now on the learning rate is that of a run of <>": "cli/test_resume.py::"
+        "after <>: from now on --schedule is computed for <>": "cli/test_resume.py::"
         "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
         "first of nvme.paths in --config (<>): a run is res": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
@@ -279,7 +279,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "To learn only the chosen answers: --columns": _COLUMNS,
         "with --loss-on all, all tokens are": "cli/test_fields.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
-        "or give --loss-on all to learn whole conversations, incl": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
+        "or give --loss-on all to learn whole conversations, incl": "cli/test_examples.py::"
+        "test_each_way_on_of_a_template_without_marks_is_one",
     },
     "cli/references.py": {
         "give --model with the original weights": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
@@ -291,7 +292,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_this_process_the_logger_is_as_before",
     },
     "cli/run_directory.py": {
-        "keep fewer models (--save-limit)": "cli/test_run_directory.py::test_without_room_for_models_each_way_on_has_room",
+        "keep fewer models (--save-limit)": "cli/test_run_directory.py::"
+        "test_without_room_for_models_each_way_on_has_room",
         "free. <>, or choose an --output on another": "cli/test_run_directory.py::"
         "test_without_room_for_models_each_way_on_has_room",
         "the models of --save-every and --save-best and the files of --logger": "cli/test_step_watch.py::"
