@@ -15,17 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity import _native
-from infinity.cli.planning.adam import Format, Memory, measure
+from infinity.cli.planning.adam import AdamBuffers, StateFormat, measure
 
 FORMATS = {
-    "fp32 weights, master weight, fp32 moments, fp32 gradients": Format("fp32", "weight", "fp32", "fp32"),
-    "bf16 weights, master split16, fp32 moments, bf16 gradients": Format("bf16", "split16", "fp32", "bf16"),
-    "bf16 weights, master fp32, fp32 moments, bf16 gradients": Format("bf16", "fp32", "fp32", "bf16"),
-    "bf16 weights, master split16, bf16 moments, bf16 gradients": Format("bf16", "split16", "bf16", "bf16"),
-    "bf16 weights, master split16, int8 moments, bf16 gradients": Format("bf16", "split16", "int8", "bf16"),
-    "bf16 weights, master none, int8 moments, bf16 gradients": Format("bf16", "none", "int8", "bf16"),
+    "fp32 weights, master weight, fp32 moments, fp32 gradients": StateFormat("fp32", "weight", "fp32", "fp32"),
+    "bf16 weights, master split16, fp32 moments, bf16 gradients": StateFormat("bf16", "split16", "fp32", "bf16"),
+    "bf16 weights, master fp32, fp32 moments, bf16 gradients": StateFormat("bf16", "fp32", "fp32", "bf16"),
+    "bf16 weights, master split16, bf16 moments, bf16 gradients": StateFormat("bf16", "split16", "bf16", "bf16"),
+    "bf16 weights, master split16, int8 moments, bf16 gradients": StateFormat("bf16", "split16", "int8", "bf16"),
+    "bf16 weights, master none, int8 moments, bf16 gradients": StateFormat("bf16", "none", "int8", "bf16"),
     "fp32 weights, master weight, fp32 moments, fp32 gradients of 1e-22":
-        Format("fp32", "weight", "fp32", "fp32", 1e-22),
+        StateFormat("fp32", "weight", "fp32", "fp32", 1e-22),
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class Report:
 def run_adam(
     numel: int, threads: Sequence[int], isas: Sequence[str], rounds: int, names: Sequence[str] = tuple(FORMATS)
 ) -> Report:
-    memory, bounds, rows = Memory(numel), dict[str, float](), list[Row]()
+    memory, bounds, rows = AdamBuffers(numel), dict[str, float](), list[Row]()
     for count in threads:
         pool = _native.ThreadPool(count)
         for isa in isas:

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
+from infinity.cli.bench.scratch import ScratchFile
+from infinity.cli.bench.workload import Kind, Workload, WorkloadMeasurement, WorkloadRunner
 from infinity.errors import BenchError
 from infinity.sizes import parse_bytes
 
@@ -77,7 +77,11 @@ class Comparison:
 
 
 def compare_with_fio(
-    scratch: Scratch, rig: Rig, workload: Workload, rounds: int, say: Callable[[str], None] = lambda _: None
+    scratch: ScratchFile,
+    rig: WorkloadRunner,
+    workload: Workload,
+    rounds: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Compare the contenders in `rounds` rounds of `workload`.
 
@@ -86,13 +90,13 @@ def compare_with_fio(
     """
     pages = "huge pages" if huge_pages_for(workload) else "4 KiB pages"
     version = f"{require_fio()}, {pages}"
-    contenders: dict[str, Callable[[], Sample]] = {
+    contenders: dict[str, Callable[[], WorkloadMeasurement]] = {
         _REFERENCE: lambda: run_fio(replace(workload, engine="io_uring"), scratch.open_path, scratch.nbytes),
         "io_uring": lambda: rig.run(replace(workload, engine="io_uring"), check=False),
         _AGAIN: lambda: run_fio(replace(workload, engine="io_uring"), scratch.open_path, scratch.nbytes),
         "threads": lambda: rig.run(replace(workload, engine="threads"), check=False),
     }
-    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
+    samples: dict[str, list[WorkloadMeasurement]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in _order(list(contenders), number):
             samples[name].append(contenders[name]())
@@ -112,7 +116,7 @@ def _order(names: list[str], number: int) -> list[str]:
     return turned if number % 2 == 0 else turned[::-1]
 
 
-def _ratio(name: str, samples: Sequence[Sample], reference: Sequence[Sample]) -> Ratio:
+def _ratio(name: str, samples: Sequence[WorkloadMeasurement], reference: Sequence[WorkloadMeasurement]) -> Ratio:
     rates = [mine.rate / its.rate for mine, its in zip(samples, reference, strict=True)]
     cpu = [mine.cpu_s_per_gb / max(its.cpu_s_per_gb, 1e-6) for mine, its in zip(samples, reference, strict=True)]
     low, high = np.quantile(rates, [0.05, 0.95])
@@ -161,7 +165,7 @@ def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
     return [*arguments, "--rwmixread=50"] if workload.kind == "mixed" else arguments
 
 
-def run_fio(workload: Workload, path: str, file_bytes: int) -> Sample:
+def run_fio(workload: Workload, path: str, file_bytes: int) -> WorkloadMeasurement:
     """Run fio once.
 
     Raises:
@@ -174,7 +178,7 @@ def run_fio(workload: Workload, path: str, file_bytes: int) -> Sample:
     return parse_fio(json.loads(done.stdout[done.stdout.index("{") :]))
 
 
-def parse_fio(report: dict[str, Any]) -> Sample:
+def parse_fio(report: dict[str, Any]) -> WorkloadMeasurement:
     """Return the sample in fio's JSON: bytes and time of its job, and the CPU time that fio reports."""
     job = report["jobs"][0]
     if job.get("error"):
@@ -182,7 +186,7 @@ def parse_fio(report: dict[str, Any]) -> Sample:
     sides = [job["read"], job["write"]]
     seconds = max(side["runtime"] for side in sides) / 1e3
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-    return Sample(sum(side["io_bytes"] for side in sides), max(seconds, 1e-3), cpu_s)
+    return WorkloadMeasurement(sum(side["io_bytes"] for side in sides), max(seconds, 1e-3), cpu_s)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -224,8 +228,8 @@ def compare(options: argparse.Namespace) -> None:
     require_fio()
     memory = min(_MEMORY_BYTES, options.bytes, options.size)
     found = []
-    with Scratch(options.path, options.size // memory * memory) as scratch:
-        rig = Rig(scratch, memory)
+    with ScratchFile(options.path, options.size // memory * memory) as scratch:
+        rig = WorkloadRunner(scratch, memory)
         rig.fill()
         for kind in FIO_NAMES:
             load = Workload(kind, options.block, options.depth, options.bytes // memory * memory)

@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from examples.make_demo_checkpoint import VOCABULARY, collect_text, train_tokenizer
-from infinity.cli.data import PackedData
-from infinity.cli.order import Order
+from infinity.cli.data import PackedDataset
+from infinity.cli.order import SequenceSampler
 
 MOMENTS = ("fp32", "bf16", "int8")
 _TEXT_BYTES = 6 << 20
@@ -48,7 +48,7 @@ def build_model(seed: int) -> Any:
 
 
 def train(
-    moments: str, seed: int, data: PackedData, held_out: PackedData, options: argparse.Namespace
+    moments: str, seed: int, data: PackedDataset, held_out: PackedDataset, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Run one training with all states in RAM; the place of the states does not change any bit of the result."""
     config = {"weights": "host", "optimizer": "host", "activations": "keep", "moments": moments}
@@ -59,7 +59,7 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optim, options.lr, total_steps=options.steps, cycle_momentum=False)
     losses = []
     began = time.perf_counter()
-    for index in Order(data.sequences, options.steps, seed):
+    for index in SequenceSampler(data.sequences, options.steps, seed):
         loss = loss_of(model, data, index)
         loss.backward()
         optim.step()
@@ -81,21 +81,21 @@ def train(
     }
 
 
-def loss_of(model: Any, data: PackedData, index: int) -> torch.Tensor:
+def loss_of(model: Any, data: PackedDataset, index: int) -> torch.Tensor:
     """Return the mean loss over the tokens of one sequence."""
     loss: torch.Tensor = model(**data.rows([index]).of_trainer()).loss
     return loss
 
 
 @torch.no_grad()
-def evaluate(model: Any, data: PackedData) -> float:
+def evaluate(model: Any, data: PackedDataset) -> float:
     model.eval()
-    order = Order(data.sequences, min(data.sequences, _HELD_OUT_SEQUENCES), 0)
+    order = SequenceSampler(data.sequences, min(data.sequences, _HELD_OUT_SEQUENCES), 0)
     losses = [loss_of(model, data, index).item() for index in order]
     return statistics.fmean(losses)
 
 
-def prepare(directory: Path, tokens: int) -> tuple[PackedData, PackedData]:
+def prepare(directory: Path, tokens: int) -> tuple[PackedDataset, PackedDataset]:
     """Return the training text, and held-out text from other files, both in sequences of `tokens`."""
     text = directory / "text"
     collect_text(text, _TEXT_BYTES)
@@ -105,8 +105,8 @@ def prepare(directory: Path, tokens: int) -> tuple[PackedData, PackedData]:
     apart.mkdir()
     for file in files[::20]:
         file.rename(apart / file.name)
-    data = PackedData([text], tokenizer, tokens, directory)
-    return data, PackedData([apart], tokenizer, tokens, directory)
+    data = PackedDataset([text], tokenizer, tokens, directory)
+    return data, PackedDataset([apart], tokenizer, tokens, directory)
 
 
 def summarise(runs: list[dict[str, Any]]) -> list[str]:

@@ -91,8 +91,8 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 
     import infinity
     from infinity.access.step_io_replay import replay_step
-    from infinity.cli.planning.model import Batch, adapt
-    from infinity.cli.planning.scenario import Scenario
+    from infinity.cli.planning.model import BatchShape, adapt
+    from infinity.cli.planning.scenario import PlanScenario
     from infinity.config import load_config
     from infinity.coordinator.registry import coordinator_of
 
@@ -167,13 +167,13 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     machine = replace(machine, disk_read=rate, disk_write=rate, disk_mixed=1.0)
     from infinity.plan.disk import disks_of
 
-    scenario = Scenario(
+    scenario = PlanScenario(
         model=plain,
         config=config,
         machine=machine,
         disks=disks_of(config, ranks),
         device=torch.device("cpu"),
-        batch=Batch(1, length, micro_batches),
+        batch=BatchShape(1, length, micro_batches),
         ranks=ranks,
         clips=case.get("clip") is not None,
     )

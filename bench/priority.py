@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from infinity import _native
-from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.scratch import ScratchFile
 
 TILE_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ TILE_BYTES = 1 << 20
 class Traffic:
     """State traffic on one scratch file: tiles are read and written back, and all requests are submitted at once."""
 
-    def __init__(self, engine: _native.IOEngine, scratch: Scratch, nbytes: int) -> None:
+    def __init__(self, engine: _native.IOEngine, scratch: ScratchFile, nbytes: int) -> None:
         self._engine = engine
         self._scratch = scratch
         self._nbytes = nbytes
@@ -51,7 +51,7 @@ def wait(futures: list[_native.IOFuture]) -> None:
             raise SystemExit(failure.message)
 
 
-def timed_fetch(engine: _native.IOEngine, scratch: Scratch, at: int, into: _native.Buffer) -> float:
+def timed_fetch(engine: _native.IOEngine, scratch: ScratchFile, at: int, into: _native.Buffer) -> float:
     began = time.perf_counter()
     wait([engine.read(scratch.file, at, into, "weights")])
     return time.perf_counter() - began
@@ -65,7 +65,7 @@ def run_traffic(traffic: Traffic) -> float:
 
 
 def measure(path: Path, fetch_bytes: int, traffic_bytes: int, fetches: int) -> dict[str, float]:
-    with Scratch(path, 1 << 30) as scratch, Scratch(path, 16 * fetch_bytes) as weights:
+    with ScratchFile(path, 1 << 30) as scratch, ScratchFile(path, 16 * fetch_bytes) as weights:
         engine = _native.IOEngine()
         into = _native.Arena(fetch_bytes).view(0, fetch_bytes)
         engine.register_memory(into)
@@ -93,7 +93,7 @@ def measure(path: Path, fetch_bytes: int, traffic_bytes: int, fetches: int) -> d
 
 def fetch_under_load(
     engine: _native.IOEngine,
-    weights: Scratch,
+    weights: ScratchFile,
     into: _native.Buffer,
     traffic: Traffic,
     places: list[int],

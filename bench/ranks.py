@@ -26,11 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import Peers
+from infinity.plan.plan_input import PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.shard import Cut, slices_of
-from infinity.state.terms import Terms
+from infinity.state.shard import RankPartition, slices_of
+from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -113,13 +113,15 @@ def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan
         }
     )
     near = near_of(count, gather)
-    peers = Peers(
-        Cut(count, 0),  # rank 0 has the most bytes of all ranks
+    peers = PeerFacts(
+        RankPartition(count, 0),  # rank 0 has the most bytes of all ranks
         min(count, ON_MACHINE),
         sharded=count > 1,
-        near=Cut(near, 0) if near < count else None,
+        near=RankPartition(near, 0) if near < count else None,
     )
-    return make_plan(units, Terms(config, torch.device("cuda"), accumulation_steps=1), can_recompute=True, peers=peers)
+    return make_plan(
+        units, OffloadArguments(config, torch.device("cuda"), accumulation_steps=1), can_recompute=True, peers=peers
+    )
 
 
 def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:

@@ -69,7 +69,7 @@ class DeviceRoomError(PlanError):
 
     Attributes:
         limit_bytes: memory.device of this process, in bytes.
-        peers: facts about the other ranks that the plan has used (plan/plan_input.py: Peers); None: not set yet.
+        peers: facts about the other ranks that the plan has used (plan/plan_input.py: PeerFacts); None: not set yet.
     """
 
     def __init__(self, message: str, limit_bytes: int) -> None:
@@ -83,7 +83,7 @@ class DeviceRoomError(PlanError):
         return self
 
 
-class TooLateError(ModelError):
+class ReoffloadError(ModelError):
     """A model was changed after it was offloaded, and cannot be offloaded again. The failed call has changed
     nothing."""
 

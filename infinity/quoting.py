@@ -14,7 +14,7 @@ _RAISED_LIMIT = 1000
 value."""
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Version of repr() with limits for depth, width and length, also for a value that contains itself."""
 
     def __init__(self) -> None:
@@ -54,4 +54,4 @@ def raised(error: BaseException) -> str:
     return said if len(said) <= _RAISED_LIMIT else f"{said[:_RAISED_LIMIT]}… ({len(str(error))} characters)"
 
 
-_SHORT = _Short()
+_SHORT = _ShortRepr()

@@ -30,7 +30,7 @@ def parse_yaml(text: str) -> Any:
             these are known.
     """
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _StrictLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
@@ -48,7 +48,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader, restricted as described in [Note: which YAML]."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (add_implicit_resolver puts a copy there)
@@ -91,7 +91,7 @@ for _tag, _form, _begins in (
     ("float", r"[-+]?(?:[1-9][0-9]*|0)?(?:\.[0-9]+|(?<=[0-9])\.)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)[eE][-+]?[0-9]+", list("-+0123456789")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})\\Z"), _begins)
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})\\Z"), _begins)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.plan.device_memory import usable_cores
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
-from infinity.tiers.home import Home
+from infinity.tiers.home import StateHome
 from infinity.units.weights import Residency
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
@@ -205,7 +205,7 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return result
 
 
-def _bytes_of(coordinator: Coordinator, home: Home) -> bytearray:
+def _bytes_of(coordinator: Coordinator, home: StateHome) -> bytearray:
     """Return a copy of a state in memory outside the arena, which may be full."""
     if home.in_memory:
         return bytearray(home.view())

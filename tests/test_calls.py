@@ -42,8 +42,8 @@ ROOMS = (
 HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
 
 PROTOCOLS = {
-    # What the optimizer that entered is asked (units/speculation_choice.py: Predictable; durable/optimizers.py:
-    # Checkpointed).
+    # What the optimizer that entered is asked (units/speculation_choice.py: PredictableOptimizer;
+    # durable/optimizers.py: Checkpointed).
     "OffloadedOptimizer.accumulation_steps",
     "OffloadedOptimizer.checkpoint",
     "OffloadedOptimizer.expected_scale",
@@ -54,12 +54,12 @@ PROTOCOLS = {
     # A transfer that failed, or an update that was canceled, is named by who began it (units/update_jobs.py).
     "_naming.<locals>.name",
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
-    "_Gathers.end_if_dead",
+    "_OpenGatherings.end_if_dead",
 }
 ACTS = {
     # What each rank was given to do.
-    "ranks: Alone.each",
-    "ranks: Alone.once_slow",
+    "ranks: SingleProcessWorld.each",
+    "ranks: SingleProcessWorld.once_slow",
     # The policy is pure: what it must know of a unit it was given a function for.
     "plan: to_prefetch",
     "plan: update_order.<locals>.<lambda>",
@@ -69,8 +69,8 @@ LEGS = {
     "a weight leaves": ("Fetcher._evict",),
     "a gradient lands": ("Coordinator.land_gradient",),
     "an update begins": ("Coordinator._completed", "Coordinator.update"),
-    "an update is finished": ("Pump.finish_updates",),
-    "a step is committed": ("Pump.begin_commit", "Pump._advance_commit", "Coordinator._freeze_commit"),
+    "an update is finished": ("UpdatePump.finish_updates",),
+    "a step is committed": ("UpdatePump.begin_commit", "UpdatePump._advance_commit", "Coordinator._freeze_commit"),
 }
 _HERE = str(Path(infinity.__file__).parent) + "/"
 

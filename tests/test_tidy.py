@@ -45,7 +45,7 @@ _MANY_PARAMETERS = {
 
 
 def test_functions_have_at_most_seven_parameters() -> None:
-    """More belong together: they are a value. That of offload is Terms (state/terms.py)."""
+    """More belong together: they are a value. That of offload is OffloadArguments (state/terms.py)."""
     many = set()
     for path in ROOT.rglob("*.py"):
         where = path.relative_to(ROOT)
@@ -69,13 +69,16 @@ def _functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.Funct
 
 
 _TELL_OF_RANKS = ("plan/plan_input.py", "state/shard.py")
-"""Peers and Limits, and Cut: whoever wants to know what follows from the number of ranks asks these, or World."""
+"""PeerFacts and MemoryLimits, and RankPartition: whoever wants to know what follows from the number of ranks asks
+these, or World.
+"""
 
 
 def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
     """Processes communicate through World; cli/ may speak of ranks."""
     asks = re.compile(
-        r"\b(exchange|shared|agreed)\b is (not )?None|isinstance\(.*\b(Alone|SeveralRanks)\)|\bExchange\b"
+        r"\b(exchange|shared|agreed)\b is (not )?None|"
+        r"isinstance\(.*\b(SingleProcessWorld|MultiRankWorld)\)|\bRankExchange\b"
     )
     number = r"(\b_?(ranks|count)|world\.size|rank_and_world\(\)\[1\])"
     compared = r"\s*(==|!=|<=|>=|<|>)\s*"

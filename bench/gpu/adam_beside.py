@@ -18,12 +18,12 @@ from typing import Any
 
 from infinity import _native
 from infinity.base.accelerator import TorchAccelerator
-from infinity.cli.planning.adam import Format, Memory, measure
+from infinity.cli.planning.adam import AdamBuffers, StateFormat, measure
 
 _ROUNDS = 15
 _FORMS = {
-    "split16, fp32 moments": Format("bf16", "split16", "fp32", "bf16"),
-    "split16, int8 moments": Format("bf16", "split16", "int8", "bf16"),
+    "split16, fp32 moments": StateFormat("bf16", "split16", "fp32", "bf16"),
+    "split16, int8 moments": StateFormat("bf16", "split16", "int8", "bf16"),
 }
 _BUSY = "print(flush=True)\nwhile True: pass"
 
@@ -73,7 +73,7 @@ def rates(numel: int, cores: int, copy: Callable[[], Any] | None) -> dict[str, d
         For each situation, Gparam/s of the update and GB/s of a pass over memory with almost no arithmetic; and the
         Gelem/s of the pass over gradients that have landed.
     """
-    memory, isa, nice = Memory(numel), _native.select_isa(), TorchAccelerator.nice
+    memory, isa, nice = AdamBuffers(numel), _native.select_isa(), TorchAccelerator.nice
     usual, level = _native.ThreadPool(cores, nice=nice), _native.ThreadPool(cores)
     fewer = _native.ThreadPool(max(cores - 2, 1), nice=nice)
     situations: dict[str, tuple[_native.ThreadPool, Callable[[], AbstractContextManager[None]]]] = {
@@ -99,7 +99,7 @@ def rates(numel: int, cores: int, copy: Callable[[], Any] | None) -> dict[str, d
     return found
 
 
-def _sums(memory: Memory, pool: _native.ThreadPool, isa: str) -> float:
+def _sums(memory: AdamBuffers, pool: _native.ThreadPool, isa: str) -> float:
     """Return the rate, in Gelem/s, of the pass over gradients that have landed."""
     took = []
     for _ in range(_ROUNDS):

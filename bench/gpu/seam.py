@@ -9,13 +9,13 @@ import torch
 
 from gpu.cuda import accelerator, pinned_arena
 from infinity import _native
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent
-from infinity.state.unit import Group, ParameterSpec
+from infinity.state.unit import FlatParameterGroup, ParameterSpec
 from infinity.tiers.device import open_gate
 from infinity.tiers.downloads import GradientQueue, WeightsDownloads
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 from infinity.tiers.slab import Slab, SlabLease
 from infinity.tiers.slots import SlabSlot
 from infinity.tiers.uploads import UploadQueue
@@ -78,7 +78,7 @@ class Seam:
         self.uploads = UploadQueue(self.accelerator, gate, engine, self.arena, 4 * piece, piece)
         bounce = self.arena.lease(4 * piece, "gradients").space()
         self.gradients = GradientQueue(self.accelerator, gate, self.ring, bounce, self.pool)
-        self.weights = WeightsDownloads(self.accelerator, gate, Space(self.arena.memory, 0, 0), self.pool)
+        self.weights = WeightsDownloads(self.accelerator, gate, ArenaRegion(self.arena.memory, 0, 0), self.pool)
 
     @property
     def up(self) -> torch.cuda.Stream:
@@ -115,7 +115,7 @@ class Seam:
             raise AssertionError("no store")
         store: Any = self.store
         lease = self.lease(nbytes)
-        home = WeightsHome((Home(None, 0, nbytes, Extent("weights", 0, "weight", (0,), nbytes)),), nbytes)
+        home = WeightsHome((StateHome(None, 0, nbytes, Extent("weights", 0, "weight", (0,), nbytes)),), nbytes)
         transfer, ready = self.uploads.from_store(lease, home, {}, store)
         return transfer, SlabSlot(self.slots, lease, ready, self.accelerator, self.weights)
 
@@ -126,8 +126,8 @@ class Seam:
         torch.cuda.synchronize()
 
 
-def group_of(name: str, numel: int, parts: int = 1) -> Group:
+def group_of(name: str, numel: int, parts: int = 1) -> FlatParameterGroup:
     """Return a group of `numel` elements, filled with bf16 parameters."""
     each = numel // parts
     specs = tuple(ParameterSpec(f"{name}.{part}", torch.Size([each]), each, each * part, 0) for part in range(parts))
-    return Group(torch.bfloat16, True, "fp32", specs, each * parts, 0, each * parts * 2)
+    return FlatParameterGroup(torch.bfloat16, True, "fp32", specs, each * parts, 0, each * parts * 2)

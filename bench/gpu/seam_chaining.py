@@ -15,7 +15,7 @@ from gpu.cuda import DEVICE, Sleeper, accelerator
 from gpu.seam import MIB, FileStore, Seam, group_of
 from infinity import _native
 from infinity.state.unit import ParameterSpec
-from infinity.tiers.downloads import GradientQueue, Landing
+from infinity.tiers.downloads import GradientLanding, GradientQueue
 
 
 def runtime() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def landings(sleeper: Sleeper, *, numel: int = 4 * MIB, parts: int = 4) -> dict[
     direct, wide = seam.arena.lease(numel * 2, "gradients"), seam.arena.lease(numel * 4, "gradients")
     queue = seam.gradients
 
-    def send(target: Any, dtype: torch.dtype, flat: torch.Tensor, *, add: bool) -> Landing:
+    def send(target: Any, dtype: torch.dtype, flat: torch.Tensor, *, add: bool) -> GradientLanding:
         packed = queue.begin(group, target.view(), dtype)
         gradient = torch.zeros_like(flat, device=DEVICE)
         sleeper.sleep(30)

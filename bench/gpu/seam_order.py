@@ -15,7 +15,7 @@ import torch
 from gpu.cuda import DEVICE, Sleeper
 from gpu.seam import MIB, POISON, Seam, group_of
 from infinity.io.arena import Lease
-from infinity.tiers.downloads import Landing
+from infinity.tiers.downloads import GradientLanding
 from infinity.tiers.slots import SlabSlot
 
 
@@ -123,7 +123,7 @@ class _Schedule:
     random: random.Random
     slots: dict[int, SlabSlot] = field(default_factory=dict)
     seen: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    gradients: list[tuple[Landing, Lease, int]] = field(default_factory=list)
+    gradients: list[tuple[GradientLanding, Lease, int]] = field(default_factory=list)
 
     def run(self, operations: int, streams: list[torch.cuda.Stream]) -> int:
         """Run the schedule and return how many values are wrong."""
@@ -176,7 +176,7 @@ class _Schedule:
         self.seam.gradients.pack(packed, group.specs[0], gradient, add=False)
         self.gradients.append((self.seam.gradients.send(packed), target, value))
 
-    def _landed(self, landing: Landing, target: Lease, value: int) -> bool:
+    def _landed(self, landing: GradientLanding, target: Lease, value: int) -> bool:
         numel = target.nbytes // 2
         total = sum(part for parts in landing.sums().values() for part in parts)
         return bool((target.tensor().view(torch.bfloat16) == value).all()) and total == numel * value**2

@@ -15,8 +15,8 @@ from adam_forms import FORMATS, run_adam
 from gpu.adam_beside import rates
 from gpu.record import Options, Record, run
 from infinity import _native
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import Kind, Rig, Workload
+from infinity.cli.bench.scratch import ScratchFile
+from infinity.cli.bench.workload import Kind, Workload, WorkloadRunner
 from infinity.io.disk_profile import DiskProfile, save_profile
 from infinity.plan.device_memory import usable_cores
 
@@ -94,8 +94,8 @@ def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:
     memory = min(256 * _MIB, nbytes)
     began = time.perf_counter()
     rates: dict[Kind, float] = {}
-    with Scratch(options.work, nbytes) as scratch:
-        rig = Rig(scratch, memory)
+    with ScratchFile(options.work, nbytes) as scratch:
+        rig = WorkloadRunner(scratch, memory)
         rig.fill()
         filled_s = time.perf_counter() - began
         probe = rig.run(Workload("overwrite", _BLOCK_BYTES, _DEPTH, memory)).rate

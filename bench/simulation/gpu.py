@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from infinity import _native
-from infinity.base.accelerator import GateTable
+from infinity.base.accelerator import DeviceFunctionTable
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
 from simulation.machine import SimulatedMachine
@@ -162,5 +162,5 @@ class Gpu:
         """Return the object itself, which the simulated native code accepts."""
         return of
 
-    def gate(self) -> GateTable:
-        return GateTable(0, 0, 0, 0, 0, keep=self)
+    def gate(self) -> DeviceFunctionTable:
+        return DeviceFunctionTable(0, 0, 0, 0, 0, keep=self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from infinity.cli.planning import machines
-from infinity.cli.planning.rates import Machine
+from infinity.cli.planning.rates import MachineRates
 
 _SOURCES = {
     "disk_mixed": "1: reads and writes take turns, as on the disk here (fio: 3.78 GB/s of both, 3.73 by turns)",
@@ -17,7 +17,7 @@ _SOURCES = {
 
 
 @dataclass(frozen=True)
-class SimulatedMachine(Machine):
+class SimulatedMachine(MachineRates):
     """Rates of a machine, in addition to the rates that a plan uses.
 
     Attributes:
@@ -37,7 +37,7 @@ class SimulatedMachine(Machine):
     visit_s: float = 5e-4
 
     @classmethod
-    def of(cls, machine: Machine) -> SimulatedMachine:
+    def of(cls, machine: MachineRates) -> SimulatedMachine:
         """Return a machine of `infinity plan` with a full-duplex link."""
         known = {each.name: getattr(machine, each.name) for each in fields(machine)}
         return cls(**known | {"sources": _SOURCES | machine.sources}, both=machine.up + machine.down)

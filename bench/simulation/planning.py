@@ -8,11 +8,11 @@ import torch
 
 from infinity.cli.planning.machines import SYSTEM_BYTES
 from infinity.config import SwapConfig
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.sizes import PAGE_BYTES
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from simulation.machine import SimulatedMachine
 from simulation.shapes import Task
 
@@ -41,10 +41,10 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
     kind = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
     plan = make_plan(
         task.units,
-        Terms(given, kind, accumulation_steps=1),
+        OffloadArguments(given, kind, accumulation_steps=1),
         can_recompute=True,
         sites=task.sites,
-        disks=Disks(machine.disk_bytes),
+        disks=DiskLimits(machine.disk_bytes),
     )
     if machine.is_gpu:
         _require_activations(machine, task, plan)

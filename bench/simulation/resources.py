@@ -1,4 +1,4 @@
-"""infinity's Resources, opened with the simulated engine, pool, pipeline and device.
+"""infinity's ModelResources, opened with the simulated engine, pool, pipeline and device.
 
 Homes, arena, slab, queues and the window of gradients are objects of infinity's classes. The arena is a range of
 addresses that nothing ever touches.
@@ -18,9 +18,9 @@ from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.io.store import SwapStore
 from infinity.plan.plan import Plan
-from infinity.ranks.world import Alone
+from infinity.ranks.world import SingleProcessWorld
 from infinity.tiers import resources
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 from simulation.disk import Disk
 from simulation.gpu import Gpu
 from simulation.native import Pool
@@ -43,7 +43,7 @@ class Store(SwapStore):
         return False
 
 
-def open_resources(plan: Plan, disk: Disk, pool: Pool, pipeline: object, gpu: Gpu | None) -> Resources:
+def open_resources(plan: Plan, disk: Disk, pool: Pool, pipeline: object, gpu: Gpu | None) -> ModelResources:
     opened = {
         "open_accelerator": lambda device: gpu,
         "open_engine": lambda config, faults: disk,
@@ -54,4 +54,6 @@ def open_resources(plan: Plan, disk: Disk, pool: Pool, pipeline: object, gpu: Gp
             patches.enter_context(mock.patch.object(resources, name, value))
         patches.enter_context(mock.patch.object(_native, "ThreadPool", return_value=pool))
         patches.enter_context(mock.patch.object(_native, "UpdatePipeline", return_value=pipeline))
-        return Resources(plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device, world=Alone())
+        return ModelResources(
+            plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device, world=SingleProcessWorld()
+        )

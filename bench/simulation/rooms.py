@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from infinity.plan.plan import Plan
-from infinity.ranks.world import Alone
+from infinity.ranks.world import SingleProcessWorld
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
@@ -15,9 +15,9 @@ from infinity.units.arrivals import BackwardPasses
 from infinity.units.fetch_rules import LocalFetchRules
 from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
-from infinity.units.health import Health
-from infinity.units.pump import Pump
-from infinity.units.shadows import Shadows
+from infinity.units.health import ModelHealth
+from infinity.units.pump import UpdatePump
+from infinity.units.shadows import ShadowMemory
 from infinity.units.speculation_choice import SpeculationChoice
 from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
@@ -133,8 +133,8 @@ class Rooms:
         self.resources = open_resources(plan, self.disk, pool, self.pipeline, self.gpu)
         sizes = [units[index].weight_bytes for index in sorted(plan.placement.weights.in_ram)]
         native: Any = self.pipeline
-        self.shadows = Shadows(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
-        self.health = Health(Alone())
+        self.shadows = ShadowMemory(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
+        self.health = ModelHealth(SingleProcessWorld())
         gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = BackwardPasses([each.arrivals for each in gradients])
@@ -143,7 +143,7 @@ class Rooms:
         commits: Any = Commits()
         shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
-        self.pump = Pump(self.resources, self.update_queue, commits, self.health, timeline)
+        self.pump = UpdatePump(self.resources, self.update_queue, commits, self.health, timeline)
         self.speculative_updates = SpeculativeUpdates(
             self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )

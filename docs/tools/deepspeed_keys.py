@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, Fate, Key
+from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, DeepSpeedKey, KeyTreatment
 
 PARTS = (
-    ((Fate.MAPPED,), "Keys that become keys of the swap config", "key of the swap config | how"),
+    ((KeyTreatment.MAPPED,), "Keys that become keys of the swap config", "key of the swap config | how"),
     (
-        (Fate.SCRIPT,),
+        (KeyTreatment.SCRIPT,),
         "Keys that belong to the script, or to `infinity finetune`",
         "`infinity finetune` | `TrainingArguments` | what to know",
     ),
     (LOST, "Keys without a counterpart", "what is lost | what happens instead"),
-    ((Fate.NOT_NEEDED,), "Keys that are not needed", "why"),
+    ((KeyTreatment.NOT_NEEDED,), "Keys that are not needed", "why"),
 )
 
 
@@ -22,7 +22,7 @@ def key_tables() -> str:
     for fates, title, header in PARTS:
         keys = [KEYS[name] for name in DEEPSPEED if KEYS[name].fate in fates]
         rows = [f"### {title}", "", f"| DeepSpeed | {header} |", "|---" * (header.count("|") + 2) + "|"]
-        if Fate.NOT_NEEDED in fates:
+        if KeyTreatment.NOT_NEEDED in fates:
             groups: dict[str, list[str]] = {}
             for key in keys:
                 groups.setdefault(key.says, []).append(_named(key))
@@ -33,15 +33,15 @@ def key_tables() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(key: Key) -> str:
-    if key.fate is Fate.MAPPED:
+def _row(key: DeepSpeedKey) -> str:
+    if key.fate is KeyTreatment.MAPPED:
         return f"| {_named(key)} | {_code(key.to)} | {key.says} |"
     if key.fate in LOST:
         return f"| {_named(key)} | {key.fate.value.partition(', ')[2]} | {key.says} |"
     return f"| {_named(key)} | {_code(key.to)} | {_code(key.trainer)} | {key.says} |"
 
 
-def _named(key: Key) -> str:
+def _named(key: DeepSpeedKey) -> str:
     return f"`{key.name}`" + (f" (Accelerate: `deepspeed_config.{key.accelerate}`)" if key.accelerate else "")
 
 

@@ -18,14 +18,14 @@ import torch
 
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
-from infinity.cli.planning.model import Batch, adapt, build
+from infinity.cli.planning.model import BatchShape, adapt, build
 from infinity.cli.planning.plan_report import duration
 from infinity.cli.planning.public_models import PRESETS
-from infinity.cli.planning.scenario import Scenario
+from infinity.cli.planning.scenario import PlanScenario
 from infinity.config import SwapConfig, load_config
 from infinity.errors import PlanError
 from infinity.integrations.checkpoint_folders import pins_for
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.sizes import format_bytes
 
 PAGE = Path(__file__).parents[1] / "reference" / "predicted.md"
@@ -70,11 +70,11 @@ IN_README = {
 RECIPES_PAGE = Path(__file__).parents[1] / "recipes.md"
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 IN_RECIPES = {
-    "full": Batch(4, 2048, passes=2),
-    "lora": Batch(4, 2048, passes=2),
-    "dpo": Batch(4, 1024, passes=2),
-    "reward": Batch(4, 1024, passes=2),
-    "deepspeed": Batch(4, 2048, passes=2),
+    "full": BatchShape(4, 2048, passes=2),
+    "lora": BatchShape(4, 2048, passes=2),
+    "dpo": BatchShape(4, 1024, passes=2),
+    "reward": BatchShape(4, 1024, passes=2),
+    "deepspeed": BatchShape(4, 2048, passes=2),
 }
 """Work of a step by recipe. A pair of DPO's and of the reward model's is two sequences."""
 FOLDERS = 3
@@ -91,22 +91,22 @@ def machine_line(name: str) -> str:
     )
 
 
-def scenario(preset: str, name: str, form: dict[str, str]) -> Scenario:
+def scenario(preset: str, name: str, form: dict[str, str]) -> PlanScenario:
     config = load_config({"weights": "auto", "optimizer": "auto", **form})
-    return of_config(preset, name, config, Batch(SEQUENCES, LENGTH))
+    return of_config(preset, name, config, BatchShape(SEQUENCES, LENGTH))
 
 
-def of_config(preset: str, name: str, config: SwapConfig, batch: Batch) -> Scenario:
+def of_config(preset: str, name: str, config: SwapConfig, batch: BatchShape) -> PlanScenario:
     machine, model = MACHINES[name], build(preset, torch.bfloat16)
     ranks = machine.gpus
     if config.frozen != "auto":
         adapt(model, 16)
         ranks = 1  # several ranks do not support encoded weights yet
-    return Scenario(
+    return PlanScenario(
         model=model,
         config=on_machine(machine, config),
         machine=machine,
-        disks=Disks(machine.disk_bytes // ranks),
+        disks=DiskLimits(machine.disk_bytes // ranks),
         device=torch.device("cuda", 0),
         batch=batch,
         ranks=ranks,

@@ -12,17 +12,17 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import NotAvailableError
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.moments import Moment
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 
 
-def exact_bytes(coordinator: Coordinator, place: Place) -> int:
+def exact_bytes(coordinator: Coordinator, place: ParameterPlace) -> int:
     """Return the size in bytes of the result of `exact_value`."""
     states = coordinator.units[place.unit.index].states_of(place.group_index)
     finer = states is not None and states.residual is not None
     return place.spec.numel * (4 if finer else place.group.dtype.itemsize)
 
 
-def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
+def exact_value(coordinator: Coordinator, place: ParameterPlace) -> torch.Tensor:
     """Return a copy of a parameter's exact value: a tensor in RAM with the parameter's shape.
 
     The dtype is fp32 if the master has more bits than the weight, and the weight's dtype otherwise.
@@ -48,7 +48,7 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     return values.view(spec.shape)
 
 
-def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torch.Tensor:
+def exact_moment(coordinator: Coordinator, place: ParameterPlace, moment: Moment) -> torch.Tensor:
     """Return a copy of a parameter's moment after the last step: a tensor in RAM with the parameter's shape.
 
     The dtype is fp32, even for moments that are kept in bf16 or int8. The moments of a group are encoded together, so

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from infinity.access.ingest import residual_of
-from infinity.access.lent_gradients import LentGradients
+from infinity.access.lent_gradients import GatheredGradients
 from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError, ModelError, PlanError
@@ -67,7 +67,7 @@ class Gathering:
         self._coordinator = coordinator
         self._wanted = wanted
         self._write = write
-        self._lent = LentGradients(coordinator, wanted) if grads else None
+        self._lent = GatheredGradients(coordinator, wanted) if grads else None
         self._saved = saved
         self._fresh: dict[int, list[str]] = {}
         self._marks: dict[int, int] = {}
@@ -114,7 +114,7 @@ class Gathering:
                     _require_shapes(self._coordinator.units[index], names)
                 _tell_of_changes(self._coordinator, self._fresh, self._marks)
             if kind is None and self._lent is not None:
-                self._lent.take_back()
+                self._lent.write_back()
         finally:
             self._coordinator.write_ended()
             self._leave()

@@ -26,9 +26,9 @@ from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.frozen_codecs import encoded_form
 from infinity.state.int8 import blocks_of, put_scales_back
 from infinity.state.moments import Moment
-from infinity.state.unit import Group, ParameterSpec
+from infinity.state.unit import FlatParameterGroup, ParameterSpec
 from infinity.state.values import Source
-from infinity.tiers.home import Home
+from infinity.tiers.home import StateHome
 from infinity.units.unit import OffloadedUnit
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         PeerError: another rank's file has other values.
     """
     broadcast = open_broadcast(coordinator.world)
-    with _Writes(coordinator.arena) as writes:
+    with _UnitWrites(coordinator.arena) as writes:
         for unit in coordinator.units:
             _ingest_unit(coordinator, unit, broadcast.values_of(unit, source, in_memory), writes)
             unit.adopt(coordinator.torch_device)
     broadcast.say()
 
 
-class _Writes:
+class _UnitWrites:
     """Writes of units to the store, while the next units are read and encoded.
 
     Life cycle: lease() → start(), repeatedly; leaving the `with` block waits for all writes. The lease of a unit is
@@ -71,7 +71,7 @@ class _Writes:
         self._arena = arena
         self._under_way: deque[tuple[Lease, list[Transfer]]] = deque()
 
-    def __enter__(self) -> _Writes:
+    def __enter__(self) -> _UnitWrites:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, *where: object) -> None:
@@ -117,7 +117,7 @@ class _Writes:
         lease.release()
 
 
-def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
+def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _UnitWrites) -> None:
     weights = unit.weights_home
     if not weights.nbytes:
         return  # this rank has no part of the unit
@@ -235,7 +235,7 @@ def _bytes(tensor: torch.Tensor) -> _native.Buffer:
 
 
 @dataclass(frozen=True)
-class GivenMoment:
+class IngestedMoment:
     """A moment of one parameter.
 
     Attributes:
@@ -247,7 +247,7 @@ class GivenMoment:
     scales: torch.Tensor | None
 
 
-MomentSource = Callable[[str, Moment], GivenMoment | None]
+MomentSource = Callable[[str, Moment], IngestedMoment | None]
 """Function that returns a moment of a parameter, by the parameter's name. It returns None if no step has made the
 moment."""
 
@@ -271,7 +271,7 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
                 home = homes.moment(state)
                 named = [(spec, source(spec.name, state)) for spec in group.specs if spec.numel]
                 given = [
-                    _GivenPiece(spec, spec.index - whole[spec.name].index, moment)
+                    _IngestedPiece(spec, spec.index - whole[spec.name].index, moment)
                     for spec, moment in named
                     if moment is not None
                 ]
@@ -285,7 +285,7 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
 
 
 @dataclass(frozen=True)
-class _GivenPiece:
+class _IngestedPiece:
     """A piece of a parameter in this process, with the moment of the parameter.
 
     Attributes:
@@ -296,11 +296,11 @@ class _GivenPiece:
 
     spec: ParameterSpec
     skipped: int
-    moment: GivenMoment
+    moment: IngestedMoment
 
 
 def _fill_moment(
-    coordinator: Coordinator, group: Group, state: Moment, home: Home, given: Sequence[_GivenPiece]
+    coordinator: Coordinator, group: FlatParameterGroup, state: Moment, home: StateHome, given: Sequence[_IngestedPiece]
 ) -> None:
     nbytes = round_up(_native.moment_bytes(group.moments, min(_MOMENTS_NUMEL, group.numel)), PAGE_BYTES)
     memory = None if home.in_memory else _native.Arena(nbytes, huge_pages=False)
@@ -319,7 +319,7 @@ def _fill_moment(
             wait_all([coordinator.write_home(home, whole, at=at, io_class="states")])
 
 
-def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
+def _assemble(given: Sequence[_IngestedPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
     """Return the moments of elements [begin, begin + numel) of a group, fp32; zeros where no moment is given."""
     values = torch.zeros(numel, dtype=torch.float32)
     for each in given:

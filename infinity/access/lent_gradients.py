@@ -20,11 +20,11 @@ from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 
 
 @dataclass(frozen=True)
-class _Loan:
+class _LentGradient:
     """A gradient and its copy.
 
     Attributes:
@@ -36,13 +36,13 @@ class _Loan:
     """
 
     parameter: nn.Parameter
-    place: Place
+    place: ParameterPlace
     handle: GradientHandle
     copy: torch.Tensor
     version: int
 
 
-class LentGradients:
+class GatheredGradients:
     """Copies of the gradients of some parameters, except gradients that an outer context has copied already.
 
     Args:
@@ -65,7 +65,7 @@ class LentGradients:
             )
         every = [one for one in every if one[1].spec.name in named]
         self._wanted = [(each, place, handle) for each, place, handle in every if isinstance(handle, GradientHandle)]
-        self._loans: list[_Loan] = []
+        self._loans: list[_LentGradient] = []
 
     @property
     def nbytes(self) -> int:
@@ -82,11 +82,11 @@ class LentGradients:
                 )
             with torch.inference_mode(False), torch.no_grad():
                 copy = handle.value().to(parameter.dtype)
-            self._loans.append(_Loan(parameter, place, handle, copy, copy._version))
+            self._loans.append(_LentGradient(parameter, place, handle, copy, copy._version))
             parameter.grad = copy
 
     @uninterruptible
-    def take_back(self) -> None:
+    def write_back(self) -> None:
         """Set the gradient of each changed copy to the values of the copy. Raises the errors of
         Coordinator.set_gradient."""
         for loan in self._loans:
@@ -105,7 +105,7 @@ class LentGradients:
         self._loans.clear()
 
     def put_back(self) -> None:
-        """Set `.grad` of each parameter to its handle again, if `take_back` has not done so.
+        """Set `.grad` of each parameter to its handle again, if `write_back` has not done so.
 
         If a gradient was dropped inside the context (zero_grad), set `.grad` to None.
         """
@@ -114,7 +114,7 @@ class LentGradients:
             loan.parameter.grad = loan.handle if self._coordinator.has_gradient(loan.place) else None
 
 
-def _changed(loan: _Loan, now: torch.Tensor) -> bool:
+def _changed(loan: _LentGradient, now: torch.Tensor) -> bool:
     if now is not loan.copy or now._version != loan.version:
         return True
     was = loan.handle.value().to(now.dtype)

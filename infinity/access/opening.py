@@ -17,20 +17,20 @@ from infinity.coordinator.coordinator import CoordinatedOptimizer, Coordinator
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.description import describe
-from infinity.durable.optimizers import Optimizers
+from infinity.durable.optimizers import ModelOptimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
 from infinity.plan.commit_frequency import CommitFrequency
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, Peers
+from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.ranks.paths import rank_path
 from infinity.sharded.parts_opening import open_maker
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
 from infinity.state.discover import DiscoveredUnits, discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.values import Source
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _LARGE_BYTES = 256 << 20
 
 
 def open_coordinator(
-    model: nn.Module, terms: Terms, fill: Callable[[Coordinator], None]
+    model: nn.Module, terms: OffloadArguments, fill: Callable[[Coordinator], None]
 ) -> tuple[Coordinator, DiscoveredUnits]:
     """Find the units of a model, plan where their states are kept, open the resources, and fill them with values.
 
@@ -53,7 +53,7 @@ def open_coordinator(
     Raises:
         ModelError: the model is offloaded already, or cannot be offloaded.
         PlanError: a budget is too small; nothing was moved.
-        ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: the errors of Resources and of `fill`.
+        ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: the errors of ModelResources and of `fill`.
         NotAvailableError, PeerError: the errors of meet_ranks; or another rank failed.
     """
     agreement = meet_ranks(terms.config, terms.device)
@@ -79,7 +79,7 @@ def open_coordinator(
 def _open(
     model: nn.Module,
     found: DiscoveredUnits,
-    terms: Terms,
+    terms: OffloadArguments,
     plan: Plan,
     agreement: RankAgreement,
     fill: Callable[[Coordinator], None],
@@ -99,11 +99,11 @@ def _open(
     else:
         agreement.begin_run(config.nvme, replaces=terms.replaces)
     nvme = agreement.nvme(config.nvme)
-    resources = Resources(
+    resources = ModelResources(
         plan, nvme, terms.device, terms.faults, resume=resumes, world=agreement.world, run=agreement.run
     )
     try:
-        optimizers = Optimizers[CoordinatedOptimizer]()
+        optimizers = ModelOptimizers[CoordinatedOptimizer]()
         maker = open_maker(resources.world, resources.generations)
         commits = Commits(resources, optimizers, maker, record, read_buffers)
         coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
@@ -124,8 +124,8 @@ def _open(
 def plan_for(
     model: nn.Module,
     found: DiscoveredUnits,
-    terms: Terms,
-    peers: Peers = NO_PEERS,
+    terms: OffloadArguments,
+    peers: PeerFacts = NO_PEERS,
     commits: CommitFrequency | None = None,
 ) -> Plan:
     """Return the plan for a model.
@@ -143,7 +143,7 @@ def plan_for(
     )
 
 
-def pins_in_store(model: nn.Module, terms: Terms) -> int:
+def pins_in_store(model: nn.Module, terms: OffloadArguments) -> int:
     """Return the number of generations that can be pinned in the store of a run to be resumed. All ranks call this.
 
     The number is computed from the size of the store. Several ranks take the largest of their numbers. If no number of

@@ -15,7 +15,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.headers import header_in
-from infinity.io.pins import Marker, begin_folder, pins_text, read_pins, require_marker
+from infinity.io.pins import PinMarker, begin_folder, pins_text, read_pins, require_marker
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.stores import ranks_text
@@ -138,7 +138,7 @@ def generations_of(coordinator: Coordinator) -> Generations:
     return kept
 
 
-def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
+def generation_of(place: Path, paths: Sequence[Path]) -> PinMarker:
     """Return the marker of a checkpoint folder, after checking that this rank's store has the folder's generation.
 
     Args:
@@ -175,6 +175,6 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     return marker
 
 
-def local_digest(marker: Marker) -> str | None:
+def local_digest(marker: PinMarker) -> str | None:
     """Return the digest of the generation that a checkpoint folder pins in this rank's store; None without a pin."""
     return marker.digest_of(*rank_and_world())

@@ -8,9 +8,9 @@ from torch import nn
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
-from infinity.durable.records import Body, parse_body
+from infinity.durable.records import GenerationBody, parse_body
 from infinity.errors import ResumeError
-from infinity.io.generation_scan import Eligible
+from infinity.io.generation_scan import EligibleGenerations
 from infinity.io.manifest import Manifest
 from infinity.sharded.recovery import recover
 
@@ -30,7 +30,7 @@ def from_generation(model: nn.Module, step: int | None, digest: str | None = Non
     return fill
 
 
-def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
+def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> GenerationBody:
     """Restore the states of a generation, and leave placeholders in the model.
 
     Returns:
@@ -45,7 +45,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         raise AssertionError("resuming without generations")
     memory = coordinator.idle_memory()
 
-    def attempt(eligible: Eligible) -> Manifest:
+    def attempt(eligible: EligibleGenerations) -> Manifest:
         return generations.recover(memory, step, _check, digest, eligible)
 
     place = coordinator.directories[0].parent
@@ -66,7 +66,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
     return continue_from(coordinator, manifest)
 
 
-def continue_from(coordinator: Coordinator, manifest: Manifest) -> Body:
+def continue_from(coordinator: Coordinator, manifest: Manifest) -> GenerationBody:
     """Continue from a generation whose states the model already has: restore its step and its random number states.
 
     Returns:

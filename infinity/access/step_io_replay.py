@@ -15,7 +15,7 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 
 
 @dataclass(frozen=True)
-class ReplayedStep:
+class ReplayTimings:
     """Measurements of one replay.
 
     Attributes:
@@ -31,7 +31,7 @@ class ReplayedStep:
     written_bytes: int
 
 
-def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedStep:
+def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayTimings:
     """Do all reads and writes of a step with `micro_batches` forward and backward passes.
 
     Raises:
@@ -44,7 +44,7 @@ def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedSte
     _replay_update(coordinator)
     seconds = time.perf_counter() - began
     after = coordinator.counters().io
-    return ReplayedStep(
+    return ReplayTimings(
         seconds=seconds,
         io_s=(after["busy_ns"] - before["busy_ns"]) / 1e9,
         read_bytes=_moved(after, "read") - _moved(before, "read"),

@@ -31,7 +31,7 @@ Event: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class GateTable:
+class DeviceFunctionTable:
     """Addresses of C functions with which the native core copies and waits without Python.
 
     The functions have the signatures of the CUDA runtime; each function returns 0 or an error code.
@@ -137,12 +137,14 @@ class Accelerator(Protocol):
     def handle(self, of: Stream | Event) -> int:
         """Return a stream or an event as an integer handle for native code."""
 
-    def gate(self) -> GateTable:
+    def gate(self) -> DeviceFunctionTable:
         """Return the entry points for native code."""
 
 
 _ALIGNMENT = 4096
-_SUPPORTED = ("cuda",)  # torch uses the name "cuda" for ROCm, too. XPU's runtime has no C functions for a GateTable.
+_SUPPORTED = (
+    "cuda",
+)  # torch uses the name "cuda" for ROCm, too. XPU's runtime has no C functions for a DeviceFunctionTable.
 _BLOCKING = {"cuda": {"blocking": True}}
 """Arguments of an event that make the host sleep while it waits for the event.
 
@@ -232,7 +234,7 @@ class TorchAccelerator:
     def handle(self, of: Stream | Event) -> int:
         return int(of.cuda_event if hasattr(of, "cuda_event") else of.cuda_stream)
 
-    def gate(self) -> GateTable:
+    def gate(self) -> DeviceFunctionTable:
         """Return the addresses of the runtime's C functions.
 
         Raises:
@@ -245,7 +247,7 @@ class TorchAccelerator:
                 "functions. Install torch with pip: that build has the runtime in a separate library."
             )
         enter, copy, record, wait, synchronize = found
-        return GateTable(enter, copy, record, wait, synchronize)
+        return DeviceFunctionTable(enter, copy, record, wait, synchronize)
 
 
 def open_accelerator(device: torch.device) -> Accelerator | None:

@@ -21,7 +21,7 @@ class _MallInfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
 
 
-class Heap:
+class HeapTrimmer:
     """Heap of this process, which is checked each time another `budget` / 8 bytes of weights have been used.
 
     If the heap's holes are larger than `budget` / 8 bytes at a check, the holes are returned to the system. glibc does

@@ -4,7 +4,7 @@
 handler raises, the interrupted work is left half done: for example a lease without an owner, or a unit of which only
 some parameters are available. So every function that changes more than one thing is decorated with `uninterruptible`.
 If signals arrive while such a function runs, the first signal is delivered when the function ends, and the other
-signals are dropped. Where an `uninterruptible` function waits long and nothing is half done (Weights.finish_fetch,
+signals are dropped. Where an `uninterruptible` function waits long and nothing is half done (UnitWeights.finish_fetch,
 OffloadedUnit._await), `interruptible` allows the delivery of signals. No signal is delivered during other waits of such
 a function, such as a wait for a commit or for the window of spilled gradients. During a step, no signal is delivered
 before the end of the step (`interrupts_deferred`).
@@ -49,7 +49,7 @@ Handler = Callable[[int, FrameType | None], Any]
 _NUMBERS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
-class _Wrapper:
+class _DeferringSignalHandler:
     """Handler of a signal that defers the wrapped handler while an `uninterruptible` function runs."""
 
     __slots__ = ("handler",)
@@ -63,7 +63,7 @@ class _Wrapper:
             _signals.deliver()
 
 
-class _Signals:
+class _DeferredSignals:
     """Deferral state of the main thread.
 
     Invariant: while `deferred`, handlers that are functions are wrapped, unless the user has replaced a handler since.
@@ -83,13 +83,13 @@ class _Signals:
     def defer(self) -> None:
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
-            if type(handler) is not _Wrapper and callable(handler):
+            if type(handler) is not _DeferringSignalHandler and callable(handler):
                 self._wrap(number, handler)
         self.deferred = True
 
     def _wrap(self, number: int, handler: Handler) -> None:
         try:
-            signal.signal(number, _Wrapper(handler))
+            signal.signal(number, _DeferringSignalHandler(handler))
         except ValueError:  # Python is embedded, or this is not the main interpreter: this thread does not get signals
             self.main = 0
 
@@ -112,7 +112,7 @@ class _Signals:
         self.main = threading.get_ident()
 
 
-_signals = _Signals()
+_signals = _DeferredSignals()
 os.register_at_fork(after_in_child=_signals.forget)
 
 
@@ -126,7 +126,7 @@ def give_back() -> None:
     if not _may_defer():
         return
     for number in _NUMBERS:
-        while isinstance(wrapper := signal.getsignal(number), _Wrapper):
+        while isinstance(wrapper := signal.getsignal(number), _DeferringSignalHandler):
             signal.signal(number, wrapper.handler)
 
 

@@ -20,7 +20,7 @@ _LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563
 
 
 @dataclass(frozen=True)
-class Link:
+class PcieLink:
     """PCIe link of a device, in its current state or at its maximum.
 
     Attributes:
@@ -78,7 +78,7 @@ def numa_node(address: str, root: Path = _ROOT) -> int:
     return -1 if found is None else found
 
 
-def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
+def link(address: str, which: str, root: Path = _ROOT) -> PcieLink | None:
     """Return the link of a device; None if the system does not report the link, as in virtual machines.
 
     Args:
@@ -92,4 +92,4 @@ def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
     lanes = number_of(device / f"{which}_link_width")
     if generation is None or lanes is None or not 0 < lanes <= _LANES_MAX:
         return None
-    return Link(generation, lanes)
+    return PcieLink(generation, lanes)

@@ -33,7 +33,7 @@ _SPANS_MAX = 1 << 20
 """Maximum number of spans that are kept; this number of spans takes some 200 MB."""
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """Activity from `begin_ns` to `end_ns`.
 
     Attributes:
@@ -66,7 +66,7 @@ class JobTag(NamedTuple):
         return cls(tag >> 32, tag >> 8 & 0xFFFFFF, tag & 0xFF)
 
 
-class Recording(NamedTuple):
+class TimelineRecording(NamedTuple):
     """Result of a recording.
 
     Attributes:
@@ -76,7 +76,7 @@ class Recording(NamedTuple):
         dropped: number of spans that were not kept because the list was full.
     """
 
-    spans: list[Span]
+    spans: list[TimelineSpan]
     begin_ns: int
     end_ns: int
     dropped: int
@@ -99,9 +99,9 @@ class Timeline:
         self._clear()
 
     def _clear(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[TimelineSpan] = []
         self._dropped = 0
-        self._open: dict[tuple[Kind, str], _Open] = {}
+        self._open: dict[tuple[Kind, str], _OpenSpan] = {}
         self._began_ns = self._step_began_ns = time.perf_counter_ns()
 
     # -- stalls, always -----------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Timeline:
         with self._lock:
             self._stalled_ns[stall.cause] += now - stall.counted_ns
             if self.recording:
-                self._add(Span("stall", stall.unit, stall.counted_ns, now, cause=stall.cause))
+                self._add(TimelineSpan("stall", stall.unit, stall.counted_ns, now, cause=stall.cause))
 
     # -- spans, while recording ---------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Timeline:
         if not self.recording:
             return
         with self._lock:
-            entry = self._open.setdefault((kind, unit), _Open(time.perf_counter_ns()))
+            entry = self._open.setdefault((kind, unit), _OpenSpan(time.perf_counter_ns()))
             entry.depth += 1
 
     def end(self, kind: Kind, unit: str) -> None:
@@ -166,13 +166,13 @@ class Timeline:
             return
         with self._lock:
             now = time.perf_counter_ns()
-            self._add(Span("step", "", self._step_began_ns, now, step=step))
+            self._add(TimelineSpan("step", "", self._step_began_ns, now, step=step))
             self._step_began_ns = now
 
     def _close(self, kind: Kind, unit: str, now: int) -> None:
-        self._add(Span(kind, unit, self._open.pop((kind, unit)).began_ns, now))
+        self._add(TimelineSpan(kind, unit, self._open.pop((kind, unit)).began_ns, now))
 
-    def _add(self, span: Span) -> None:
+    def _add(self, span: TimelineSpan) -> None:
         if len(self._spans) < _SPANS_MAX:
             self._spans.append(span)
         else:
@@ -190,14 +190,14 @@ class Timeline:
             self._clear()
             self.recording = True
 
-    def stop(self) -> Recording:
+    def stop(self) -> TimelineRecording:
         """Stop recording, and return the spans that were kept. Open spans end now."""
         with self._lock:
             self.recording = False
             now = time.perf_counter_ns()
             for key in list(self._open):
                 self._close(*key, now)
-            recorded = Recording(self._spans, self._began_ns, now, self._dropped)
+            recorded = TimelineRecording(self._spans, self._began_ns, now, self._dropped)
             self._clear()
             return recorded
 
@@ -244,7 +244,7 @@ class _Stalls(threading.local):
         self.stack: list[Stall] = []
 
 
-class _Open:
+class _OpenSpan:
     __slots__ = ("began_ns", "depth")
 
     def __init__(self, began_ns: int) -> None:

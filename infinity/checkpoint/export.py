@@ -31,7 +31,7 @@ from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of
-from infinity.state.layer_tiles import Rows, places_of
+from infinity.state.layer_tiles import TileRows, places_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def write_copy(
 
 def copy_bytes(generation: StoredGeneration) -> int:
     """Return an upper bound of the size of a portable copy in bytes: the tensors and their descriptions."""
-    body, states = generation.body, _States(generation).shapes
+    body, states = generation.body, _StateTensors(generation).shapes
     weights = sum(group.numel * dtype_of(group).itemsize for group in body.model.groups)
     others = sum(each.numel() * each.element_size() for each in (*states.values(), *body.buffers.values()))
     names = [*body.model.names(), *states]
@@ -159,7 +159,7 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
     model.write_configs(directory)
 
 
-class _States:
+class _StateTensors:
     """The tensors of optimizer states in the portable copy of a generation. The state of a tile is a part of the
     complete parameter's tensor.
 
@@ -173,7 +173,7 @@ class _States:
     def __init__(self, generation: StoredGeneration) -> None:
         self._generation = generation
         places = places_of(generation.body.model.shapes())
-        self._named: list[tuple[StoredState, Rows, str, str]] = []
+        self._named: list[tuple[StoredState, TileRows, str, str]] = []
         self.shapes: Tensors = {}
         begins = list[tuple[str, int]]()
         # If a tile begins in the middle of a block of the complete parameter, the copy has no scales for this
@@ -202,14 +202,14 @@ class _States:
 
 
 def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
-    states = _States(generation)
+    states = _StateTensors(generation)
     shapes, places = states.shapes, places_of(generation.body.model.shapes())
     placed = write_shards(directory, portable.OPTIMIZER, shapes, states.pieces(), max_shard_size) if shapes else {}
     described = [_describe(optimizer, places) for optimizer in generation.body.optimizers]
     write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
 
 
-def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[str, Any]:
+def _describe(optimizer: OptimizerRecord, places: Mapping[str, TileRows]) -> dict[str, Any]:
     """Return the index entry of an optimizer: class name, parameter groups, and the number of steps of
     each parameter.
     """

@@ -13,7 +13,7 @@ from infinity import _native
 from infinity.access.ingest import fill_moments
 from infinity.access.resuming import continue_from
 from infinity.checkpoint.generation import StoredGeneration
-from infinity.checkpoint.portable import Portable
+from infinity.checkpoint.portable import PortableCopy
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
@@ -22,11 +22,11 @@ from infinity.errors import ResumeError
 from infinity.runtime.offload import close, offload_values
 from infinity.runtime.tiles import by_rows, tile_as
 from infinity.state.moments import OptimizerName
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
-Copy = Portable | StoredGeneration
+Copy = PortableCopy | StoredGeneration
 """The source from which a run continues: a portable copy, or a generation in the stores of a run's old ranks."""
 
 
@@ -66,11 +66,11 @@ def offload_from_checkpoint(
         ResumeError: the directory is not a portable copy, is damaged or incomplete, or is a copy of another model.
         others: as for infinity.offload.
     """
-    copy = Portable.verified(directory)
-    return offload_from_copy(model, copy, Terms.of(config, device, optimizer, accumulation_steps, faults))
+    copy = PortableCopy.verified(directory)
+    return offload_from_copy(model, copy, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults))
 
 
-def offload_from_copy(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
+def offload_from_copy(model: Model, copy: Copy, terms: OffloadArguments, *, files: Source | None = None) -> Model:
     """Offload a model and continue the run from an open source. See offload_from_checkpoint.
 
     Args:

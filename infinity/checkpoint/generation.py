@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from infinity import _native
-from infinity.access.ingest import GivenMoment
+from infinity.access.ingest import IngestedMoment
 from infinity.config import NvmeConfig
 from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
@@ -32,7 +32,7 @@ from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.int8 import blocks_of, recut_int8, scales_of
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.shard import Cut, slices_of
+from infinity.state.shard import RankPartition, slices_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,13 @@ def newest_stored_generation(
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
 
     def part_of(
-        store: SwapStore, step: int | None, digest: str | None = None, only: generation_scan.Candidate | None = None
-    ) -> StoredPart:
-        def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
-            part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
+        store: SwapStore,
+        step: int | None,
+        digest: str | None = None,
+        only: generation_scan.ResumeCandidate | None = None,
+    ) -> GenerationPart:
+        def use(manifest: Manifest, path: Path) -> tuple[GenerationPart, list[Extent]]:
+            part = GenerationPart(store, manifest, path, RankPartition(len(stores), stores.index(store)))
             return part, part.extents
 
         return generation_scan.newest_whole(store, memory, step, use, "export", digest, only)
@@ -142,7 +145,7 @@ def newest_stored_generation(
     raise ResumeError("; ".join(problems) or f"{place} has no generation{which} of which every rank has a part")
 
 
-class StoredPart:
+class GenerationPart:
     """The states of a generation in one store: the complete states, or a rank's slices of the states.
 
     Args:
@@ -155,7 +158,7 @@ class StoredPart:
         ManifestError: the manifest contradicts itself, the store or the cut.
     """
 
-    def __init__(self, store: SwapStore, manifest: Manifest, source: Path, cut: Cut) -> None:
+    def __init__(self, store: SwapStore, manifest: Manifest, source: Path, cut: RankPartition) -> None:
         self._store = store
         self._cut = cut
         self.source = source
@@ -260,7 +263,7 @@ class StoredGeneration:
         manifest: the manifest of `rank`.
     """
 
-    def __init__(self, parts: Sequence[StoredPart], directory: Path, rank: int) -> None:
+    def __init__(self, parts: Sequence[GenerationPart], directory: Path, rank: int) -> None:
         self._parts = parts
         self.directory, self.source = directory, parts[0].source
         part = parts[rank if rank < len(parts) else 0]
@@ -345,11 +348,11 @@ class StoredGeneration:
         found = self._whole(name, MASTER)
         return None if found is None else found.values
 
-    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+    def moment(self, name: str, state: Moment) -> IngestedMoment | None:
         """Return a moment of a parameter; None if the moment does not exist yet. Raises SwapIOError."""
         return self._whole(name, state)
 
-    def _whole(self, name: str, state: str) -> GivenMoment | None:
+    def _whole(self, name: str, state: str) -> IngestedMoment | None:
         found = self._states.get((name, state))
         if found is None:
             return None
@@ -358,7 +361,7 @@ class StoredGeneration:
         for at, some, of_blocks in self.values(found):
             values[at : at + some.numel()] = some
             scales[blocks_of(at) : blocks_of(at) + of_blocks.numel()] = of_blocks
-        return GivenMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
+        return IngestedMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
 
     def _master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
         """Return elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32."""
@@ -398,7 +401,7 @@ class StoredGeneration:
         ]
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *found])
 
-    def _parts_of(self, group: GroupRecord, begin: int, numel: int) -> Iterator[tuple[StoredPart, int, int]]:
+    def _parts_of(self, group: GroupRecord, begin: int, numel: int) -> Iterator[tuple[GenerationPart, int, int]]:
         """Yield each part that has some of the elements [begin, begin + numel) of a group, together with the range
         [first, last) of the elements that it has.
         """

@@ -24,9 +24,9 @@ from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
 from infinity.checkpoint.from_portable import offload_from_copy
 from infinity.checkpoint.missing_tensors import Kept, keeping, of_another_size, put_back, reporting_later
-from infinity.checkpoint.portable import Portable
+from infinity.checkpoint.portable import PortableCopy
 from infinity.checkpoint.quantized_files import (
-    QuantizedFiles,
+    QuantizedWeights,
     decoding,
     floating,
     require_unmerged,
@@ -51,7 +51,7 @@ from infinity.sharded.rank_agreement import meeting
 from infinity.sharded.stores import counts_in, steps_of
 from infinity.state.frozen_codecs import remember
 from infinity.state.moments import OptimizerName
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.values import Source
 
 logger = logging.getLogger(__name__)
@@ -110,20 +110,20 @@ def load_pretrained(
         others: as for infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
-    place = _Place.of(path, resolved, resume, from_checkpoint=from_checkpoint)
+    place = _ModelSources.of(path, resolved, resume, from_checkpoint=from_checkpoint)
     if defer:
         if place.is_copy:
-            Portable.verified(place.path)
+            PortableCopy.verified(place.path)
         model_class = _class_for(place.path, model_class, kwargs)
         return _deferred(model_class, place.path, dtype, resolved, device, kwargs)
     with ExitStack() as held:
         with meeting(resolved.nvme.deadline_s) as tell:
-            copy = Portable.verified(place.path) if place.is_copy else None
+            copy = PortableCopy.verified(place.path) if place.is_copy else None
             model_class = _class_for(place.path, model_class, kwargs)
             scratch = held.enter_context(scratch_directory(resolved))
             model, source, _ = on_meta(model_class, place.path, dtype, scratch, kwargs)
             tell("loading the model", None)
-        terms = Terms.of(resolved, device, optimizer, accumulation_steps)
+        terms = OffloadArguments.of(resolved, device, optimizer, accumulation_steps)
         if place.resumes:
             resume_on(model, terms, folder=place.folder)
         elif copy is not None:
@@ -134,7 +134,7 @@ def load_pretrained(
     return model
 
 
-def _offload(model: Any, source: Source, terms: Terms) -> None:
+def _offload(model: Any, source: Source, terms: OffloadArguments) -> None:
     """Offload a model that on_meta returned."""
     if all(parameter.is_meta for parameter in model.parameters()):
         offload_on(model, terms, source)
@@ -145,7 +145,7 @@ def _offload(model: Any, source: Source, terms: Terms) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ModelSources:
     """The sources of a model and its states.
 
     Attributes:
@@ -161,7 +161,9 @@ class _Place:
     is_copy: bool
 
     @classmethod
-    def of(cls, path: str | Path, config: SwapConfig, resume: bool | str | Path, *, from_checkpoint: bool) -> _Place:
+    def of(
+        cls, path: str | Path, config: SwapConfig, resume: bool | str | Path, *, from_checkpoint: bool
+    ) -> _ModelSources:
         """Return the sources for the arguments of load_pretrained.
 
         The errors are those of load_pretrained. All ranks call this.
@@ -366,11 +368,11 @@ def on_meta(
         logger.warning("'%s' has no tensors for %s: they are initialized", path, ", ".join(same[0] for same in lacking))
     with contextlib.suppress(OSError):  # an error: the directory has converted tensors
         os.rmdir(scratch)  # removed now, because a killed process would leave the directory
-    return model, Files(model, loader, path), found.info
+    return model, CheckpointTensors(model, loader, path), found.info
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _LoadAttempt:
     """The result of one call of transformers' from_pretrained.
 
     Attributes:
@@ -387,7 +389,7 @@ class _Attempt:
     report: Callable[[], None]
 
 
-def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mapping[str, str]) -> _Attempt:
+def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mapping[str, str]) -> _LoadAttempt:
     """Load the model with `places` as transformers' device_map. Raises ModelError."""
     try:
         with _quiet(), reporting_later() as report, keeping() as kept:
@@ -395,7 +397,7 @@ def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mappin
     except Exception as error:
         raise _cannot_load(path, error) from error
     model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
-    return _Attempt(model, info, _weights_loader(model), kept, report)
+    return _LoadAttempt(model, info, _weights_loader(model), kept, report)
 
 
 def _is_of_another(model: Any) -> bool:
@@ -440,7 +442,7 @@ def _weights_loader(model: nn.Module) -> Any:
     raise ModelError("transformers did not leave the weights on disk; is the checkpoint in safetensors format?")
 
 
-class Files:
+class CheckpointTensors:
     """The tensors of a checkpoint. The encoded form of quantized tensors is remembered (state/frozen_codecs.py).
 
     Args:
@@ -464,7 +466,7 @@ class Files:
         the parameters.
         """
         index: dict[str, dict[str, Any]] = self._loader.index
-        quantized = QuantizedFiles({entry["safetensors_file"] for entry in index.values() if _is_in_file(entry)})
+        quantized = QuantizedWeights({entry["safetensors_file"] for entry in index.values() if _is_in_file(entry)})
         found: dict[str, Callable[[], torch.Tensor]] = {}
         left = set(quantized.weights)
         for name, parameter in model.named_parameters():
@@ -473,7 +475,7 @@ class Files:
                 if entry is None or not _is_in_file(entry):
                     continue
                 weight = entry.get("weight_name", alias)
-                if (known := quantized.given(weight, parameter.shape)) is not None:
+                if (known := quantized.encoded_form(weight, parameter.shape)) is not None:
                     left.discard(weight)
                     remember(parameter, *known)
                     found |= dict.fromkeys(self._aliases[name], decoding(known, parameter.shape, parameter.dtype))

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.adapters import to_save
-from infinity.checkpoint.save_pretrained import Parts, save_parts
+from infinity.checkpoint.save_pretrained import ModelTensors, save_parts
 from infinity.checkpoint.tensor_names import Tensors
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import NotAvailableError
-from infinity.state.layer_tiles import Tile
+from infinity.state.layer_tiles import LayerTile
 from infinity.units.unit import OffloadedUnit
 
 _PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}
@@ -49,7 +49,7 @@ def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB
         others: as for save_pretrained.
     """
     require_mergeable(model)
-    save_parts(_Merged(model, to_save(model)), Path(directory).expanduser().absolute(), max_shard_size)
+    save_parts(_MergedTensors(model, to_save(model)), Path(directory).expanduser().absolute(), max_shard_size)
 
 
 def require_mergeable(model: Any) -> None:
@@ -98,7 +98,7 @@ def _require_plain(name: str, layer: Any, adapter: str) -> None:
         raise _not_available(f"adapters with {type(layer.lora_variant[adapter]).__name__}")
     if layer.lora_bias.get(adapter):
         raise _not_available("adapters with lora_bias")
-    if any(isinstance(module, Tile) for module in layer.get_base_layer().modules()):
+    if any(isinstance(module, LayerTile) for module in layer.get_base_layer().modules()):
         raise _not_available(f"adapters of '{name}', which runs in tiles because memory.device has no room for it,")
 
 
@@ -163,13 +163,13 @@ def _chain(layer: Any) -> list[Any]:
     return found
 
 
-class _Merged(Parts):
+class _MergedTensors(ModelTensors):
     """The tensors of the merged model. `model` is a PEFT model."""
 
     def __init__(self, model: Any, coordinator: Coordinator) -> None:
         base = model.get_base_model()
         root = registry.model_of(coordinator)
-        self._names = _Names(
+        self._names = _MergedNames(
             base, next(name for name, module in (base if root is None else root).named_modules() if module is base)
         )
         layers = [each for layer in _layers(base).values() for each in _chain(layer)]
@@ -190,7 +190,7 @@ class _Merged(Parts):
         return {name: each for name, each in found if name is not None}
 
 
-class _Names:
+class _MergedNames:
     """Converts the names of a PEFT model's parameters and buffers to their names in the merged model.
 
     Args:

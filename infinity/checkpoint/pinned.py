@@ -23,7 +23,7 @@ from infinity.checkpoint.portable import STATE_NAME
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
-from infinity.io.pins import Pin, folder_path, remove_marker
+from infinity.io.pins import GenerationPin, folder_path, remove_marker
 from infinity.io.rank_paths import place_of
 from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
@@ -82,7 +82,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
     return freed
 
 
-def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
+def _make_portable(coordinator: Coordinator, pin: GenerationPin, max_shard_size: str) -> None:
     what = f"the portable copy of {pin}"
     digests = coordinator.world.each(what, lambda: pin.digest)
     folder, was = Path(pin.folder), list[os.stat_result]()
@@ -99,7 +99,7 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 
-def _require_there(pin: Pin, directory: Path) -> None:
+def _require_there(pin: GenerationPin, directory: Path) -> None:
     """Raise PlanError if the folder of a pin is gone."""
     if not Path(pin.folder).is_dir():
         unpin = f"infinity checkpoint unpin {place_of(directory)}"
@@ -122,7 +122,7 @@ def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
         yield every
 
 
-def _write(generation: StoredGeneration, pin: Pin, folder: Path, max_shard_size: str) -> None:
+def _write(generation: StoredGeneration, pin: GenerationPin, folder: Path, max_shard_size: str) -> None:
     needed, info = copy_bytes(generation), os.statvfs(folder)
     free = info.f_bavail * info.f_frsize
     if needed > free:

@@ -28,7 +28,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from infinity import files
-from infinity.access.ingest import GivenMoment
+from infinity.access.ingest import IngestedMoment
 from infinity.checkpoint.generation import MASTER
 from infinity.checkpoint.safetensors_reader import tensor_of
 from infinity.checkpoint.safetensors_writer import index_name
@@ -102,7 +102,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Portable:
+class PortableCopy:
     """A portable copy, open for reading.
 
     Attributes:
@@ -128,7 +128,7 @@ class Portable:
         self._begun = self.body.begun()
 
     @classmethod
-    def verified(cls, directory: str | Path) -> Portable:
+    def verified(cls, directory: str | Path) -> PortableCopy:
         """Open a portable copy after reading all of it and comparing it with its checksums.
 
         If the copy has no checksums, a warning is logged.
@@ -196,7 +196,7 @@ class Portable:
         tensor = tensor_name(place.whole, MASTER)
         return self._part(name, self._state(tensor, place.shape)) if tensor in self._files else None
 
-    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+    def moment(self, name: str, state: Moment) -> IngestedMoment | None:
         """Return a moment of a parameter, memory-mapped like master(); None if the moment does not exist yet.
 
         Raises:
@@ -210,7 +210,7 @@ class Portable:
         if scales_name(tensor) in self._files:
             first, numel = blocks_of(place.first), blocks_of(math.prod(self._shapes[name]))
             scales = self._state(scales_name(tensor), [blocks_of(math.prod(place.shape))])[first : first + numel]
-        return GivenMoment(self._part(name, self._state(tensor, place.shape)), scales)
+        return IngestedMoment(self._part(name, self._state(tensor, place.shape)), scales)
 
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor in the files that belongs to a parameter: a complete parameter, or the rows of a
@@ -257,7 +257,7 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
     return tensor_of(path, name, failure=ResumeError, then="Export the run again.")
 
 
-class _Index(BaseModel):
+class _IndexFile(BaseModel):
     """The fields of an index file that infinity uses."""
 
     model_config = ConfigDict(strict=True)
@@ -281,7 +281,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         index: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
-    return validated(_Index, index, path).weight_map
+    return validated(_IndexFile, index, path).weight_map
 
 
 def _read_sums(path: Path) -> dict[str, str]:

@@ -159,7 +159,7 @@ def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
     return tensor
 
 
-class QuantizedFiles:
+class QuantizedWeights:
     """The quantized weights of a checkpoint.
 
     Args:
@@ -179,7 +179,7 @@ class QuantizedFiles:
         rows = [name for name in self._files if _rows_of(name) in self._files]
         return sorted([*self._states, *rows])
 
-    def given(self, weight: str, shape: torch.Size) -> EncodedForm | None:
+    def encoded_form(self, weight: str, shape: torch.Size) -> EncodedForm | None:
         """Return the encoded form of a weight; None if the weight is not quantized.
 
         Args:
@@ -201,7 +201,7 @@ class QuantizedFiles:
         kind = state_name.partition(_STATE)[2]
         if kind != "nf4":
             raise ModelError(f"{file}: '{weight}' is quantized as {kind}; {_ONLY_NF4} {_IN_16_BITS}")
-        state = _State.of(file, weight, self._tensor(state_name))
+        state = _QuantState.of(file, weight, self._tensor(state_name))
         if state.shape != tuple(shape):
             turned = (
                 " A weight that the model stores as [in, out], as GPT-2 does, was transposed when it was quantized."
@@ -239,7 +239,7 @@ class QuantizedFiles:
             )
         return scales
 
-    def _unnested(self, weight: str, state: _State) -> torch.Tensor:
+    def _unnested(self, weight: str, state: _QuantState) -> torch.Tensor:
         """Return the decoded nested scales of a weight, rounded as bitsandbytes rounds them."""
         codes = self._tensor(f"{weight}.absmax").reshape(-1)
         nested = self._tensor(f"{weight}.nested_absmax").float().reshape(-1)
@@ -319,7 +319,7 @@ class QuantizedFiles:
 
 
 @dataclass(frozen=True)
-class _State:
+class _QuantState:
     """The values that bitsandbytes records about a 4-bit weight."""
 
     shape: tuple[int, ...]
@@ -328,7 +328,7 @@ class _State:
     nested_offset: float
 
     @classmethod
-    def of(cls, file: str, weight: str, packed: torch.Tensor) -> _State:
+    def of(cls, file: str, weight: str, packed: torch.Tensor) -> _QuantState:
         """Parse the recorded values. `packed` is JSON in bytes. Raises ModelError."""
         try:
             values = parse_json(bytes(packed.reshape(-1).tolist()).decode())

@@ -48,7 +48,7 @@ from infinity.sharded.stores import (
     stores_in,
 )
 from infinity.state.moments import OptimizerName
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 logger = logging.getLogger(__name__)
 
@@ -104,10 +104,14 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as for infinity.offload.
     """
-    return resume_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), step=step, folder=folder)
+    return resume_on(
+        model, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults), step=step, folder=folder
+    )
 
 
-def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
+def resume_on(
+    model: Model, terms: OffloadArguments, *, step: int | None = None, folder: str | Path | None = None
+) -> Model:
     """Resume a run. The arguments are those of resume(), parsed into `terms`."""
     config = terms.config
     tile_as_run(model, config)
@@ -128,7 +132,7 @@ def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: st
 
 
 @dataclass(frozen=True)
-class _Source:
+class _SourceGeneration:
     """A generation of a run with another number of ranks.
 
     Attributes:
@@ -162,7 +166,7 @@ def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
             return
 
 
-def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:
+def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _SourceGeneration | None:
     """Return the generation to continue from if a run with another number of ranks made it; otherwise None.
 
     Args:
@@ -182,7 +186,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
         return None
     require_none_pinned(rank_path(paths[0], 0, count))
     stores = held.enter_context(open_stores(paths, config.nvme, count=count))
-    source = _Source(count, paths, newest_stored_generation(stores, step, rank=rank))
+    source = _SourceGeneration(count, paths, newest_stored_generation(stores, step, rank=rank))
     told = tell("looking for a generation to resume from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(
@@ -210,7 +214,7 @@ def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
     return max(further, key=lambda count: (further[count], -count)) if further else None
 
 
-def _make_generation(model: nn.Module, source: _Source) -> None:
+def _make_generation(model: nn.Module, source: _SourceGeneration) -> None:
     """Commit a generation of this run on all ranks, and then remove the stores of the source."""
     rank, _ = rank_and_world()
     if not registry.coordinator_of(model).plan.placement.commit_every:

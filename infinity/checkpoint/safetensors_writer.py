@@ -31,7 +31,7 @@ Piece = tuple[str, int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _TensorRange:
     """The byte range of a tensor in an open shard."""
 
     descriptor: int
@@ -73,7 +73,7 @@ def write_shards(
         dict(shapes), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
     descriptors: list[int] = []
-    slices: dict[str, _Slice] = {}
+    slices: dict[str, _TensorRange] = {}
     try:
         for shard, names in split.filename_to_tensors.items():
             descriptors.append(os.open(directory / shard, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
@@ -103,7 +103,7 @@ def write_index(
     (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str, _Slice]:
+def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str, _TensorRange]:
     """Write a shard's header and reserve its disk space. Return the place of each tensor.
 
     Format: the header's length as 8 bytes in little-endian order, the header as JSON, the data
@@ -126,10 +126,10 @@ def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str,
         os.posix_fallocate(descriptor, 0, start + offset)
     files.write(descriptor, len(text).to_bytes(8, "little") + text)
     ranges = ((name, *header[name]["data_offsets"]) for name in tensors)
-    return {name: _Slice(descriptor, start + begin, end - begin) for name, begin, end in ranges}
+    return {name: _TensorRange(descriptor, start + begin, end - begin) for name, begin, end in ranges}
 
 
-def _write_piece(place: _Slice, first: int, values: torch.Tensor) -> int:
+def _write_piece(place: _TensorRange, first: int, values: torch.Tensor) -> int:
     """Write a piece and return the number of bytes written."""
     if not values.numel():
         return 0

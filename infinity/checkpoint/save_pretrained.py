@@ -60,10 +60,10 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     if is_peft_model(model):
         save_adapters(model, target)
         return
-    save_parts(Parts(model, to_save(model)), target, max_shard_size)
+    save_parts(ModelTensors(model, to_save(model)), target, max_shard_size)
 
 
-def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
+def save_parts(parts: ModelTensors, target: Path, max_shard_size: str) -> None:
     """Write the tensors of `parts` as save_pretrained does, with the same errors. All ranks call this function."""
     coordinator = parts.coordinator
     with ExitStack() as written:
@@ -130,7 +130,7 @@ def _pieces(parts: Iterable[list[Piece]]) -> Iterator[Piece]:
             yield part.pop(0)
 
 
-class Parts:
+class ModelTensors:
     """The tensors of an offloaded model: the weights unit by unit, then the buffers.
 
     Attributes:

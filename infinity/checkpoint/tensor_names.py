@@ -12,7 +12,7 @@ import torch
 
 from infinity.checkpoint.safetensors_writer import Piece
 from infinity.errors import ModelError
-from infinity.state.layer_tiles import Rows, rows_of
+from infinity.state.layer_tiles import TileRows, rows_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -60,7 +60,7 @@ class TensorNames:
     def _reverted(self, part: Tensors) -> Tensors:
         return self._revert(part) if part else {}
 
-    def _whole(self, place: Rows, dtype: torch.dtype) -> Tensors:
+    def _whole(self, place: TileRows, dtype: torch.dtype) -> Tensors:
         """Return the complete tensor of a tile, by the tensor's name in files, on the meta device."""
         found = self._revert({place.whole: torch.empty(place.shape, dtype=dtype, device="meta")})
         if [tuple(value.shape) for value in found.values()] != [place.shape]:

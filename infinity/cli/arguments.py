@@ -16,7 +16,7 @@ from infinity.cli.options import (
     SEED_MAX,
     STEPS_MAX,
     TOKENS_MAX,
-    Parser,
+    StrictArgumentParser,
     add_arguments,
     argument,
     name,
@@ -26,12 +26,12 @@ from infinity.cli.options import (
     whole,
     word,
 )
-from infinity.cli.planning.options import PlannedMachine, PlannedModel, Training
+from infinity.cli.planning.options import PlannedMachine, PlannedModel, PlannedTraining
 from infinity.sizes import THREADS_MAX
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> StrictArgumentParser:
+    parser = StrictArgumentParser(
         prog="infinity",
         description="Full fine-tuning of models that are larger than memory. The states are on NVMe, and are moved "
         "just before they are needed.",
@@ -61,11 +61,11 @@ def _add_plan(commands: Any) -> None:
         parser.add_argument_group("the machine", "The default is this machine, whose rates are measured now."),
         PlannedMachine,
     )
-    add_arguments(parser.add_argument_group("the training"), Training)
+    add_arguments(parser.add_argument_group("the training"), PlannedTraining)
 
 
 @dataclass(frozen=True)
-class Generating:
+class GenerateOptions:
     """The options of `infinity generate`."""
 
     model: str | None = argument("directory of a Hugging Face checkpoint, or a hub id", name)
@@ -117,7 +117,7 @@ def _add_generate(commands: Any) -> None:
         help="continue a prompt with a model whose weights are kept where the swap config says",
         description="Prints the text of a causal language model, token by token.",
     )
-    add_arguments(parser, Generating)
+    add_arguments(parser, GenerateOptions)
 
 
 def _add_run(commands: Any) -> None:

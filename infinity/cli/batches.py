@@ -11,7 +11,7 @@ from infinity.base import accelerator
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenBatch:
     """The sequences of one forward and backward pass, in host memory.
 
     Attributes:
@@ -60,4 +60,4 @@ def learned_in(labels: torch.Tensor) -> torch.Tensor:
 
     The first token of a sequence does not contribute, because no token before it predicts it.
     """
-    return (labels[:, 1:] != Batch.NOTHING).sum()
+    return (labels[:, 1:] != TokenBatch.NOTHING).sum()

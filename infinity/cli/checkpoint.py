@@ -25,10 +25,10 @@ from infinity.errors import (
 )
 from infinity.integrations.checkpoint_folders import remove_empty
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
-from infinity.io.generation_scan import Damage, extents_of, verify
+from infinity.io.generation_scan import GenerationDamage, extents_of, verify
 from infinity.io.headers import header_in, is_there
-from infinity.io.manifest import Header, Manifest, read_kept
-from infinity.io.pins import Pin, read_pins
+from infinity.io.manifest import Manifest, SwapFileHeader, read_kept
+from infinity.io.pins import GenerationPin, read_pins
 from infinity.io.rank_paths import is_rank_path
 from infinity.io.store import SwapStore
 from infinity.ranks.paths import rank_paths
@@ -112,7 +112,7 @@ def _list(path: Path) -> int:
 
 def _list_generations(path: Path, run: str) -> int:
     """List the generations that are kept or pinned, and return the number of damaged files."""
-    pins, damaged = list[Pin](), 0
+    pins, damaged = list[GenerationPin](), 0
     try:
         pins = read_pins(path)
     except ManifestError as error:
@@ -165,12 +165,12 @@ def _verify_store(store: SwapStore, step: int | None, memory: memoryview) -> int
     return 1 if damaged else 0
 
 
-def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterator[GenerationDamage]:
     outside = [record for record in manifest.extents if record.offset + record.nbytes > store.nbytes]
     if outside:
         record = outside[0]
         where = store.file.path, record.offset, record.nbytes
-        yield Damage(record, manifest.step, *where, "lies outside the store")
+        yield GenerationDamage(record, manifest.step, *where, "lies outside the store")
         return
     yield from verify(store, extents_of(manifest), manifest, memory)
 
@@ -250,7 +250,7 @@ def _require_one_store(paths: Sequence[Path]) -> None:
         ManifestError: a header cannot be understood.
     """
     found = {path: _header_or_problem(path) for path in paths}
-    known = {path: each for path, each in found.items() if isinstance(each, Header)}
+    known = {path: each for path, each in found.items() if isinstance(each, SwapFileHeader)}
     where = next((path for path, each in known.items() if len(each.members) == len(found)), None)
     if where is None:
         raise _refusal(found, known)
@@ -258,9 +258,9 @@ def _require_one_store(paths: Sequence[Path]) -> None:
     moved = not is_there(store, where)
     places = {os.path.realpath(name) for name in store.members}
     for path, each in found.items():
-        is_part = isinstance(each, Header) and each.run == store.run
+        is_part = isinstance(each, SwapFileHeader) and each.run == store.run
         is_named = os.path.realpath(path) in places
-        if is_part or is_named or (moved and not isinstance(each, Header)):
+        if is_part or is_named or (moved and not isinstance(each, SwapFileHeader)):
             continue
         if isinstance(each, NoStoreError):
             raise each
@@ -272,7 +272,7 @@ def _require_one_store(paths: Sequence[Path]) -> None:
         _require_own(where, store)
 
 
-def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
+def _header_or_problem(path: Path) -> SwapFileHeader | DamagedFileError | NoStoreError:
     try:
         return header_in(path).header
     except (DamagedFileError, NoStoreError) as error:
@@ -280,7 +280,7 @@ def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
 
 
 def _refusal(
-    found: dict[Path, Header | DamagedFileError | NoStoreError], known: dict[Path, Header]
+    found: dict[Path, SwapFileHeader | DamagedFileError | NoStoreError], known: dict[Path, SwapFileHeader]
 ) -> NoStoreError | ConfigError:
     """Return the error for directories none of which has the header of a store with this number of parts.
 
@@ -301,7 +301,7 @@ def _refusal(
     return _nobody_knows(path, str(problem))
 
 
-def _require_own(path: Path, header: Header) -> None:
+def _require_own(path: Path, header: SwapFileHeader) -> None:
     """Check that the header of a store without generations was not copied from another store.
 
     Raises:

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from infinity.cli.batches import Batch
+from infinity.cli.batches import TokenBatch
 from infinity.cli.documents import Document, NotTextError, Text, documents, find_files, of_option
 from infinity.cli.packing import pack
-from infinity.cli.records import Example, LossOn, Pair
+from infinity.cli.records import LossOn, PreferencePair, TrainingExample
 from infinity.errors import ConfigError, printable
 from infinity.quoting import quoted
 
@@ -65,15 +65,15 @@ NOT_LEARNED = np.uint32(1 << 31)
 """Bit that marks a token that does not contribute to the loss."""
 
 
-class _Span(NamedTuple):
+class _TokenSpan(NamedTuple):
     """Tokens of a document, or of a part of a document: their first position in the file, and their number."""
 
     begin: int
     numel: int
 
 
-class Sequences(Protocol):
-    """Sequences of tokens, or pairs of sequences, by index. `rows` returns a Batch of sequences, or Pairs.
+class SequenceDataset(Protocol):
+    """Sequences of tokens, or pairs of sequences, by index. `rows` returns a TokenBatch of sequences, or PairBatch.
 
     Attributes:
         digest: digest of all sequences.
@@ -87,10 +87,10 @@ class Sequences(Protocol):
     def rows(self, indices: Iterable[int]) -> Any: ...
 
 
-class Part:
+class SequenceSubset:
     """A selection of the sequences of another object."""
 
-    def __init__(self, whole: Sequences, chosen: Sequence[int]) -> None:
+    def __init__(self, whole: SequenceDataset, chosen: Sequence[int]) -> None:
         self._whole = whole
         self._chosen = chosen
         self.digest = hashlib.blake2b(f"{whole.digest} {list(chosen)}".encode(), digest_size=16).hexdigest()
@@ -103,7 +103,7 @@ class Part:
         return self._whole.rows([self._chosen[index] for index in indices])
 
 
-def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
+def split(data: SequenceDataset, share: float, seed: int) -> tuple[SequenceSubset, SequenceSubset]:
     """Split sequences at random, and return the sequences to train on and the held-out sequences.
 
     Args:
@@ -118,10 +118,12 @@ def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
         raise ConfigError("--eval-split needs two sequences or more, and --data has only one: give --eval-data instead")
     held_out = min(max(round(share * data.sequences), 1), data.sequences - 1)
     order = np.random.default_rng((seed, 0x5EED)).permutation(data.sequences)
-    return Part(data, sorted(order[held_out:].tolist())), Part(data, sorted(order[:held_out].tolist()))
+    return SequenceSubset(data, sorted(order[held_out:].tolist())), SequenceSubset(
+        data, sorted(order[:held_out].tolist())
+    )
 
 
-class PackedData:
+class PackedDataset:
     """Documents as sequences of equal length: see [Note: rows and packed examples].
 
     Args:
@@ -187,7 +189,7 @@ class PackedData:
             self._add_file(file)
         self._spill.flush()
         self.has_examples = any(self._of_example)
-        self._spans: list[_Span] = list(self._spans_of_documents()) if self.has_examples else []
+        self._spans: list[_TokenSpan] = list(self._spans_of_documents()) if self.has_examples else []
         self._parts: list[list[int]] = self._packed(packing)
         self.shares_sequences = any(len(each) > 1 for each in self._parts)
         self._count = len(self._parts) if self.has_examples else self.tokens // self.sequence_length
@@ -276,10 +278,10 @@ class PackedData:
             self.left_out.append((path, str(error)))
 
     def _add(self, document: Document) -> None:
-        if isinstance(document, Example):
+        if isinstance(document, TrainingExample):
             self._add_example(document)
         else:
-            assert not isinstance(document, Pair)
+            assert not isinstance(document, PreferencePair)
             self._add_text(document)
 
     def _leave_out(self, why: str, where: str = "") -> None:
@@ -308,7 +310,7 @@ class PackedData:
         self._write(self._after)
         self._end_document(is_example=False)
 
-    def _add_example(self, example: Example) -> None:
+    def _add_example(self, example: TrainingExample) -> None:
         numel = min(len(example.ids), self.sequence_length)
         # the first token does not contribute to the loss, because no earlier token predicts it
         if not any(example.learned[1:numel]):
@@ -319,7 +321,7 @@ class PackedData:
             self._leave_out("cut", example.where)
         self._store(example)
 
-    def _store(self, example: Example) -> None:
+    def _store(self, example: TrainingExample) -> None:
         """Add the part of an example that fits into a sequence."""
         self._write(example.ids[: self.sequence_length], example.learned[: self.sequence_length])
         self.has_chats |= example.is_chat
@@ -363,13 +365,13 @@ class PackedData:
 
     # -- examples -----------------------------------------------------------------------------------------------------
 
-    def _spans_of_documents(self) -> Iterator[_Span]:
+    def _spans_of_documents(self) -> Iterator[_TokenSpan]:
         begin = 0
         for end, is_example in zip(self._ends, self._of_example, strict=True):
             for at in range(begin, end, self.sequence_length):
                 numel = min(self.sequence_length, end - at)
                 if is_example or numel > 1:  # a part of one token is useless, because the model has no token to predict
-                    yield _Span(at, numel)
+                    yield _TokenSpan(at, numel)
             begin = end
 
     def _packed(self, packing: bool) -> list[list[int]]:
@@ -392,15 +394,15 @@ class PackedData:
     # -- sequences ----------------------------------------------------------------------------------------------------
 
     def rows(self, indices: Iterable[int]) -> Any:
-        """Return the Batch of the sequences with these indices."""
+        """Return the TokenBatch of the sequences with these indices."""
         stored = self._stored()
         if not self.has_examples:
             rows = stored[: self.sequences * self.sequence_length].reshape(self.sequences, self.sequence_length)
-            return Batch(torch.from_numpy(rows[np.fromiter(indices, np.int64)].astype(np.int64)))
+            return TokenBatch(torch.from_numpy(rows[np.fromiter(indices, np.int64)].astype(np.int64)))
         padding = self._tokenizer.pad_token_id
         padding = padding if padding is not None else self._tokenizer.eos_token_id or 0
         rows = [self._examples_of(stored, index, padding) for index in indices]
-        return Batch(*(torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True)))
+        return TokenBatch(*(torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True)))
 
     def _examples_of(self, stored: Any, index: int, padding: int) -> tuple[Any, Any, Any]:
         """Return tokens, labels and positions of a sequence.
@@ -408,14 +410,14 @@ class PackedData:
         The padding is treated as one more example, whose tokens do not contribute to the loss.
         """
         ids = np.full(self.sequence_length, padding, dtype=np.int64)
-        labels = np.full(self.sequence_length, Batch.NOTHING, dtype=np.int64)
+        labels = np.full(self.sequence_length, TokenBatch.NOTHING, dtype=np.int64)
         positions = np.empty(self.sequence_length, dtype=np.int64)
         at = 0
         for span in (self._spans[each] for each in self._parts[index]):
             marked = stored[span.begin : span.begin + span.numel]
             tokens = (marked & ~NOT_LEARNED).astype(np.int64)
             ids[at : at + span.numel] = tokens
-            labels[at + 1 : at + span.numel] = np.where(marked < NOT_LEARNED, tokens, Batch.NOTHING)[1:]
+            labels[at + 1 : at + span.numel] = np.where(marked < NOT_LEARNED, tokens, TokenBatch.NOTHING)[1:]
             positions[at : at + span.numel] = np.arange(span.numel)
             at += span.numel
         positions[at:] = np.arange(self.sequence_length - at)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from infinity.cli.fields import in_trl_format
-from infinity.cli.records import Example, LossOn, Pair, pair_of, text_or_example
+from infinity.cli.records import LossOn, PreferencePair, TrainingExample, pair_of, text_or_example
 from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
 
 Text = Iterator[str]
 """A text document as pieces of bounded size. Each piece ends at a place where tokenizers separate words."""
-Document = Text | Example | Pair
+Document = Text | TrainingExample | PreferencePair
 
 PIECE_CHARS = 1 << 20
 _CUT_WINDOW = 1 << 16
@@ -148,7 +148,7 @@ def documents(
     chat = bool(getattr(tokenizer, "chat_template", None))
     for where, record in _rows(path):
         row = in_trl_format(record, where, columns, chat=chat)
-        found: str | Example | Pair = (
+        found: str | TrainingExample | PreferencePair = (
             text_or_example(row, where, tokenizer, loss_on)
             if method == "sft"
             else pair_of(row, where, tokenizer, method)

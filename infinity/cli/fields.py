@@ -44,7 +44,7 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass(frozen=True)
-class Row:
+class DatasetRow:
     """A row in one of TRL's formats.
 
     Attributes:
@@ -83,7 +83,7 @@ def by_name(given: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: bool) -> Row:
+def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: bool) -> DatasetRow:
     """Convert a row to one of TRL's formats.
 
     Args:
@@ -113,7 +113,7 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
         if other in row and other not in used and not _repeats(row[other], other, trl):
             raise _both(where, found[form["of"][0]][0], other, found)
     _add_what_is_told(trl, row, where, found)
-    return Row(trl, found, [] if columns else _unread(record, used, trl))
+    return DatasetRow(trl, found, [] if columns else _unread(record, used, trl))
 
 
 def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, list[str]]]:

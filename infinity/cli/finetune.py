@@ -12,7 +12,7 @@ import torch
 
 from infinity.base.accelerator import current_device
 from infinity.cli import job, limits, models, run_directory, tracing, trainer_arguments, verifying
-from infinity.cli.batches import Batch
+from infinity.cli.batches import TokenBatch
 from infinity.cli.command import command
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import Source, dtype_line
@@ -20,16 +20,16 @@ from infinity.cli.documents import find_files, of_option
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.finished_run import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import moments_of
-from infinity.cli.order import Order
-from infinity.cli.output import Output, require_disjoint
-from infinity.cli.ownership_mark import Owner
+from infinity.cli.order import SequenceSampler
+from infinity.cli.output import OutputDirectory, require_disjoint
+from infinity.cli.ownership_mark import DirectoryOwner
 from infinity.cli.rerun_command import write_rerun_command
-from infinity.cli.run_data import Data, read
+from infinity.cli.run_data import RunData, read
 from infinity.cli.run_ranks import RunRank, follow, gather_values, joined, lead, meeting
-from infinity.cli.run_report import Report, write_report
+from infinity.cli.run_report import RunReport, write_report
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
-from infinity.cli.training import Training
+from infinity.cli.training import FinetuneRun
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
     ConfigError,
@@ -74,12 +74,12 @@ class _CheckedJob:
     world: RunRank
     options: FinetuneOptions
     config: SwapConfig
-    origin: job.Origin
+    origin: job.RunOrigin
     resuming: bool
-    output: Output | None
-    owner: Owner | None
+    output: OutputDirectory | None
+    owner: DirectoryOwner | None
     tokenizer: Any
-    data: Data
+    data: RunData
 
 
 def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStack) -> _CheckedJob | None:
@@ -157,7 +157,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
         model_bytes = sum(gather_values(model, "the size", models.output_bytes(model, options)))
         store = _store_of(model, config, world)
         directory = run_directory.made(options, begun.owner, held)
-        run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory, reference)
+        run = FinetuneRun(model, data, begun.tokenizer, options, config, world, begun.origin, directory, reference)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
             run_directory.tidy(options, run.done)
@@ -168,7 +168,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
         report = run.report()
-        first = Order(data.trained.sequences, 1, options.seed)
+        first = SequenceSampler(data.trained.sequences, 1, options.seed)
         batch = data.trained.rows(first) if options.verify_output else None
         if begun.output is None:
             return _follow(model, options, batch, tell, stopped)
@@ -211,7 +211,7 @@ def _result(options: FinetuneOptions) -> str:
     return "model, with the adapters merged into it" if options.merge else "adapters"
 
 
-def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tell, stopped: int) -> int:
+def _follow(model: Any, options: FinetuneOptions, batch: TokenBatch | None, tell: Tell, stopped: int) -> int:
     """Take part in the collective operations that rank 0 names, until the output is complete.
 
     All other ranks call this.
@@ -252,18 +252,18 @@ def _store_of(model: Any, config: SwapConfig, world: RunRank) -> str | None:
     return header_in(store).header.run
 
 
-def _beside(options: FinetuneOptions, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
+def _beside(options: FinetuneOptions, config: SwapConfig, origin: job.RunOrigin, *, resuming: bool) -> DirectoryOwner:
     """Return the owner of the directories beside the output directory.
 
     Raises:
         ConfigError: one of the directories belongs to another run, or cannot be made.
     """
-    owner = Owner.of(options, config, origin, resumes=resuming)
+    owner = DirectoryOwner.of(options, config, origin, resumes=resuming)
     run_directory.prepare(options, owner)
     return owner
 
 
-def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> Output:
+def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> OutputDirectory:
     """Return the output directory.
 
     Raises:
@@ -281,7 +281,7 @@ def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> O
         for swap in config.nvme.paths:
             require_disjoint(f"--data {printable(path)}", path, "nvme.paths", swap)
     try:
-        return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
+        return OutputDirectory(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
     except ConfigError as error:
         raise (
             error if done is None else ConfigError(f"{error} (it is the output of the resumed run; --output DIR)")
@@ -304,14 +304,14 @@ def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
 
 
 def _save(
-    output: Output,
-    run: Training,
+    output: OutputDirectory,
+    run: FinetuneRun,
     config: SwapConfig,
     tokenizer: Any,
-    report: Report,
-    batch: Batch | None,
+    report: RunReport,
+    batch: TokenBatch | None,
     tell: Tell,
-) -> tuple[verifying.Expected | None, int]:
+) -> tuple[verifying.ExpectedResults | None, int]:
     """Write the model and the other files, and move them to the output.
 
     The model is written first: a later failure cannot lose it.
@@ -329,7 +329,7 @@ def _save(
     elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
-    expected: verifying.Expected | None = None
+    expected: verifying.ExpectedResults | None = None
 
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))

@@ -20,7 +20,7 @@ from infinity.cli.options import (
     SGD_MOMENTUM,
     STEPS_MAX,
     TOKENS_MAX,
-    Parser,
+    StrictArgumentParser,
     add_arguments,
     argument,
     name,
@@ -50,7 +50,7 @@ _HELD_OUT = "eval_data eval_split"
 _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 
 
-class Role(Enum):
+class ResumeRole(Enum):
     """What a resumed run does with an option of the original run. An option without a role has the role TRAINING."""
 
     PROCESS = "belongs to one process; the run does not record the option"
@@ -59,13 +59,13 @@ class Role(Enum):
     TRAINING = "is recorded, and may not change, because it affects the trained model"
 
 
-_PROCESS: dict[str, Any] = {"role": Role.PROCESS}
-_PLACE: dict[str, Any] = {"role": Role.PLACE}
-_MEANWHILE: dict[str, Any] = {"role": Role.MEANWHILE}
+_PROCESS: dict[str, Any] = {"role": ResumeRole.PROCESS}
+_PLACE: dict[str, Any] = {"role": ResumeRole.PLACE}
+_MEANWHILE: dict[str, Any] = {"role": ResumeRole.MEANWHILE}
 
 
 @dataclass(frozen=True)
-class _WhatAndWhere:
+class _InputOptions:
     options: Path | None = argument(
         "take options from a YAML file, such as `lr: 1e-5`; an option on the command line overrides the file",
         path,
@@ -129,7 +129,7 @@ class _WhatAndWhere:
 
 
 @dataclass(frozen=True)
-class _Training:
+class _TrainingOptions:
     method: str = argument(
         "sft (default): learn text and answers; dpo: learn from pairs of answers to give the better one; reward: learn "
         "from pairs of answers to rate an answer",
@@ -213,7 +213,7 @@ class _Training:
 
 
 @dataclass(frozen=True)
-class _PartOfTheModel:
+class _TrainedPartOptions:
     lora: int | None = argument(
         "train only adapters of rank R, which PEFT adds to the model's linear layers (LoRA); the output is the "
         "adapters, or with --merge one model",
@@ -253,7 +253,7 @@ class _PartOfTheModel:
 
 
 @dataclass(frozen=True)
-class _WhileItTrains:
+class _SavingOptions:
     save_every: int | None = argument(
         "save a model that can be loaded after every N steps, in OUTPUT-steps/checkpoint-N (to resume the run, use "
         "--resume)",
@@ -284,7 +284,7 @@ class _WhileItTrains:
 
 
 @dataclass(frozen=True)
-class _WhatIsSaid:
+class _ReportingOptions:
     log_every: int | None = argument(
         "print a line, and add an entry to each --logger, every N steps", _STEPS, metavar="N", **_MEANWHILE
     )
@@ -313,7 +313,7 @@ class _WhatIsSaid:
 
 
 @dataclass(frozen=True)
-class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _WhatAndWhere):
+class FinetuneOptions(_ReportingOptions, _SavingOptions, _TrainedPartOptions, _TrainingOptions, _InputOptions):
     """All options of a run. An option that the user does not give has its default value.
 
     Attributes:
@@ -324,11 +324,11 @@ class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _
 
 
 _GROUPS: dict[type, tuple[str, str | None]] = {
-    _WhatAndWhere: ("what and where", None),
-    _Training: ("training", None),
-    _PartOfTheModel: ("training a part of the model", "By default all parameters are trained."),
-    _WhileItTrains: ("during the training", None),
-    _WhatIsSaid: ("output about the run", None),
+    _InputOptions: ("what and where", None),
+    _TrainingOptions: ("training", None),
+    _TrainedPartOptions: ("training a part of the model", "By default all parameters are trained."),
+    _SavingOptions: ("during the training", None),
+    _ReportingOptions: ("output about the run", None),
 }
 """Groups of options in the order of --help, with their titles and descriptions."""
 OF_TRAINER: dict[str, Any] = {
@@ -338,7 +338,7 @@ OF_TRAINER: dict[str, Any] = {
     "under its own name, such as --neftune_noise_alpha 5 or --beta 0.2. A field that has a short name here "
     "can be given under both names, such as --lr and --learning_rate.",
 }
-"""Arguments for the constructor of a Parser that also accepts the fields of TRL's configs."""
+"""Arguments for the constructor of a StrictArgumentParser that also accepts the fields of TRL's configs."""
 
 
 def add_finetune_options(parser: argparse.ArgumentParser) -> None:
@@ -346,17 +346,17 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
         add_arguments(parser.add_argument_group(title, about), group, given_only=True)
 
 
-def build_finetune_parser() -> Parser:
+def build_finetune_parser() -> StrictArgumentParser:
     """Return a parser for the options of `infinity finetune`.
 
     The command name is not a part of the parsed arguments.
     """
-    parser = Parser(prog="infinity finetune", **OF_TRAINER)
+    parser = StrictArgumentParser(prog="infinity finetune", **OF_TRAINER)
     add_finetune_options(parser)
     return parser
 
 
-def defaults(*roles: Role) -> dict[str, Any]:
+def defaults(*roles: ResumeRole) -> dict[str, Any]:
     """Return the default values of the options that have one of these roles.
 
     The default of `dtype` depends on the machine.
@@ -364,6 +364,6 @@ def defaults(*roles: Role) -> dict[str, Any]:
     return {each.name: each.default for each in fields(FinetuneOptions) if _role_of(each) in roles}
 
 
-def _role_of(option: Field[Any]) -> Role:
-    role: Role = option.metadata.get("role", Role.TRAINING)
+def _role_of(option: Field[Any]) -> ResumeRole:
+    role: ResumeRole = option.metadata.get("role", ResumeRole.TRAINING)
     return role

@@ -25,7 +25,7 @@ from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, generations_in, remove_store_of
 from infinity.io.headers import members_of
-from infinity.io.schema import Count, Name, Record, first_problem
+from infinity.io.schema import Count, DiskRecord, Name, first_problem
 from infinity.io.store import now
 from infinity.sharded.stores import remove_rank_stores, stores_of
 from infinity.sizes import format_bytes
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _NOTE_BYTES_MAX = 64 << 10
 
 
-class FinishedNote(Record):
+class FinishedRunNote(DiskRecord):
     """The note that a finished run writes to the first of its nvme.paths.
 
     Attributes:
@@ -66,7 +66,7 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
         epochs: number of passes over the data; None if the number of steps was given instead.
     """
     first = paths[0].expanduser()
-    note = FinishedNote(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
+    note = FinishedRunNote(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
     try:
         atomic_file.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
         freed = _remove(run, paths)
@@ -141,11 +141,11 @@ def _result(output: Path) -> str:
     return f"Its model is in {output}: a new run starts from it with --model."
 
 
-def _note_in(directory: Path) -> FinishedNote | None:
+def _note_in(directory: Path) -> FinishedRunNote | None:
     """Return the note in a directory; None if the directory has no note, or a note about another store."""
     path = directory / FINISHED_NAME
     try:
-        note = FinishedNote.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
+        note = FinishedRunNote.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
         newest = {store: next(iter(generations_in(store)), 0) for store in stores_of(directory)}
         mine = stores_of(directory, note.run)
         of_others = [store for store in newest if store not in mine and (newest[store] or store == directory)]

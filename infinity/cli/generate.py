@@ -16,14 +16,14 @@ import torch
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
-from infinity.cli.arguments import Generating
+from infinity.cli.arguments import GenerateOptions
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_needed
 from infinity.cli.rerun_command import form_of
-from infinity.cli.streams import Outlet
+from infinity.cli.streams import OutputStream
 from infinity.cli.text_generation import SamplingSettings, prompt_ids, write
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
 from infinity.config import SwapConfig, load_config
@@ -37,7 +37,7 @@ _DIRECTORY = "generate"
 _PROMPT_BYTES_MAX = 16 << 20
 
 
-def generate(options: argparse.Namespace, out: Outlet) -> int:
+def generate(options: argparse.Namespace, out: OutputStream) -> int:
     """Print the model's text to stdout and all other lines to stderr. Return the exit code.
 
     Args:
@@ -53,7 +53,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         if getattr(options, name) is None:
             hint = ", a file such as `weights: nvme` and `nvme: {paths: [/mnt/fast-disk/swap]}`"
             raise ConfigError(f"the following arguments are required: --{name}{hint if name == 'config' else ''}")
-    require_needed(options, Generating)
+    require_needed(options, GenerateOptions)
     config = load_config(options.config)
     require_ready(config)
     _choose_dtype(options)
@@ -61,7 +61,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         return _generate(options, config, out)
 
 
-def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> int:
+def _generate(options: argparse.Namespace, config: SwapConfig, out: OutputStream) -> int:
     if Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser())
     models.require(options.model, _say, adapters=True)
@@ -102,7 +102,7 @@ def _choose_dtype(options: argparse.Namespace) -> None:
         _say(line)
 
 
-def _lost(out: Outlet) -> bool:
+def _lost(out: OutputStream) -> bool:
     """Return whether writing to stdout has failed, so that nobody can read further text."""
     return out.failure is not None
 

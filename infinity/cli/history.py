@@ -14,7 +14,7 @@ from infinity.cli.progress import StepFacts
 _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
 
 
-class Evaluated(NamedTuple):
+class EvaluationLoss(NamedTuple):
     """The loss on held-out data after a step.
 
     It is the mean over the tokens that contribute to the loss, or nan if the mean is not finite.
@@ -24,13 +24,13 @@ class Evaluated(NamedTuple):
     loss: float
 
 
-def best_of(evaluations: Sequence[Evaluated]) -> Evaluated | None:
+def best_of(evaluations: Sequence[EvaluationLoss]) -> EvaluationLoss | None:
     """Return the first evaluation with the lowest loss; None if no loss is finite."""
     finite = [each for each in evaluations if math.isfinite(each.loss)]
     return min(finite, key=lambda each: each.loss, default=None)
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """Text that the model wrote for a prompt after a step."""
 
     step: int
@@ -39,15 +39,15 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class History:
+class RunHistory:
     """The history of all steps of a run, including the steps before a resume.
 
     Each generation contains the history, so that a resumed run continues the history.
     """
 
     facts: list[StepFacts] = field(default_factory=list)
-    evaluations: list[Evaluated] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    evaluations: list[EvaluationLoss] = field(default_factory=list)
+    samples: list[TextSample] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         names = [each.name for each in fields(StepFacts)]
@@ -61,5 +61,5 @@ class History:
         for row in state["steps"].tolist():
             values = {name: int(value) if name in _WHOLE else value for name, value in zip(names, row, strict=True)}
             self.facts.append(StepFacts(**values))
-        self.evaluations += [Evaluated(int(step), loss) for step, loss in state["evaluations"].tolist()]
-        self.samples += [Sample(*each) for each in state["samples"]]
+        self.evaluations += [EvaluationLoss(int(step), loss) for step, loss in state["evaluations"].tolist()]
+        self.samples += [TextSample(*each) for each in state["samples"]]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from infinity.base.accelerator import current_device
-from infinity.checkpoint.portable import STATE_NAME, Portable
+from infinity.checkpoint.portable import STATE_NAME, PortableCopy
 from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
-from infinity.cli.finetune_options import FinetuneOptions, Role, defaults
+from infinity.cli.finetune_options import FinetuneOptions, ResumeRole, defaults
 from infinity.cli.options import option, options_of
 from infinity.cli.run_ranks import RunRank
 from infinity.cli.tokenizer import has_tokenizer
@@ -37,14 +37,18 @@ NAME = "finetune"
 _REQUIRED = ("model", "data", "config", "output")
 _PATHS = ("data", "eval_data", "output")
 _LENGTH = ("steps", "epochs")
-_PLACES, _MEANWHILE, _TRAINING = defaults(Role.PLACE), defaults(Role.MEANWHILE), defaults(Role.TRAINING)
+_PLACES, _MEANWHILE, _TRAINING = (
+    defaults(ResumeRole.PLACE),
+    defaults(ResumeRole.MEANWHILE),
+    defaults(ResumeRole.TRAINING),
+)
 _KEPT = _PLACES | _TRAINING | _MEANWHILE
 _LR = {"sft": (1e-5, 1e-4), "dpo": (1e-6, 1e-5), "reward": (1e-5, 1e-4)}
 """Default learning rates for all parameters and for adapters, by --method."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunOrigin:
     """Facts about a run's beginning. The facts do not change when the run is resumed.
 
     Attributes:
@@ -58,10 +62,10 @@ class Origin:
     extended: bool = False
 
 
-class Job:
+class SavedJob:
     """A tracked object with a run's options, which each generation contains."""
 
-    def __init__(self, options: FinetuneOptions, config: SwapConfig, world: RunRank, origin: Origin) -> None:
+    def __init__(self, options: FinetuneOptions, config: SwapConfig, world: RunRank, origin: RunOrigin) -> None:
         self._values = values_of(options)
         self._config = config.model_dump(mode="json")
         self._ranks = world.count
@@ -97,7 +101,7 @@ class ResolvedJob:
 
     options: FinetuneOptions
     config: SwapConfig
-    origin: Origin
+    origin: RunOrigin
     steps: int | None
 
 
@@ -129,13 +133,13 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
     _make_absolute(options)
     if found is None:
         _require(options)
-        _fill(options, defaults(Role.PROCESS) | _KEPT)
+        _fill(options, defaults(ResumeRole.PROCESS) | _KEPT)
         if options.lr is None:
             options.lr = _LR[options.method][options.lora is not None]
         options.dtype = options.dtype or default
         if config is None:
             raise AssertionError("a job without a config")
-        return ResolvedJob(_completed(options), config, Origin(new, options.model), None)
+        return ResolvedJob(_completed(options), config, RunOrigin(new, options.model), None)
     saved, steps = found
     # The exported checkpoint contains neither the base model of adapters nor the reference model of --method dpo.
     needed = saved["options"]["lora"] is not None or saved["options"]["method"] == "dpo"
@@ -146,8 +150,8 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
     had = f"{saved['options']['gradient_accumulation']} with {ranks_text(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
     extended = _take_over(_with_form(_shared(saved, world), saved, options), options, steps, as_shared)
-    _fill(options, defaults(Role.PROCESS))
-    origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
+    _fill(options, defaults(ResumeRole.PROCESS))
+    origin = RunOrigin(**saved["origin"]) if "origin" in saved else RunOrigin(new, saved["options"]["model"])
     origin = replace(origin, extended=origin.extended or extended)
     return ResolvedJob(_completed(options), config or _saved_config(saved, options), origin, steps)
 
@@ -314,12 +318,12 @@ def _plain(value: Any) -> Any:
 
 
 def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[str, Any], int] | None:
-    """Return the run's record (Job.state_dict) from the newest readable generation, and the generation's step.
+    """Return the run's record (SavedJob.state_dict) from the newest readable generation, and the generation's step.
 
     The result is None if there is nothing to resume.
     """
     if options.from_checkpoint is not None:
-        copy = Portable(options.from_checkpoint.expanduser())
+        copy = PortableCopy(options.from_checkpoint.expanduser())
         return checked(copy.body.tracked, copy.directory)[NAME], copy.manifest.step
     directory = directory_of(options, config)
     if directory is None:

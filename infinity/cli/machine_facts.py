@@ -13,7 +13,7 @@ _CACHE_FILES = ("level", "shared_cpu_list", "size")
 
 
 @dataclass(frozen=True)
-class Processor:
+class ProcessorFacts:
     """The processor.
 
     Attributes:
@@ -25,14 +25,14 @@ class Processor:
     flags: frozenset[str]
 
 
-def processor(root: Path = _ROOT) -> Processor:
+def processor(root: Path = _ROOT) -> ProcessorFacts:
     """Return the processor of this machine.
 
     Args:
         root: directory that contains /proc, for tests.
     """
     told = dict(fields(text_of(root / "proc/cpuinfo")))
-    return Processor(
+    return ProcessorFacts(
         model=told.get("model name", ""),
         flags=frozenset(told.get("flags", told.get("Features", "")).split()),  # on ARM the key is "Features"
     )

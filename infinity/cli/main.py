@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
-from infinity.cli.streams import INTERRUPTED, Outlet, interruptible_imports, outlets
+from infinity.cli.streams import INTERRUPTED, OutputStream, interruptible_imports, outlets
 from infinity.cli.trainer_options import require_of_method
 from infinity.errors import (
     ConfigError,
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
 
 
-def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
+def _run(arguments: Sequence[str] | None, out: OutputStream) -> int:
     options = build_parser().parse_args(arguments)
     if options.command == "convert":
         with interruptible_imports():
@@ -106,7 +106,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
     return finetune(options)
 
 
-def _finished(code: int, out: Outlet) -> int:
+def _finished(code: int, out: OutputStream) -> int:
     """Flush the output of a command that only prints, and return the exit code.
 
     Returns:

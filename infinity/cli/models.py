@@ -30,7 +30,7 @@ from infinity.checkpoint.reshard import resume
 from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.references import Reference
+from infinity.cli.references import ReferenceModel
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.quoting import quoted, raised
@@ -133,7 +133,7 @@ def class_of(options: FinetuneOptions) -> tuple[Any, dict[str, Any]]:
     return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
 
 
-def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tuple[Any, Reference | None]:
+def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tuple[Any, ReferenceModel | None]:
     """Load and offload the model, with the states of the run that is resumed.
 
     Returns:
@@ -170,7 +170,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     if copy is not None:
         begin = partial(_offload_from, copy)
     if refers:
-        reference = Reference(load_pretrained(options.model, config, defer=True, **how))
+        reference = ReferenceModel(load_pretrained(options.model, config, defer=True, **how))
         reference.offload_beside(model, config, begin, made)
         return model, reference
     model = begin(model, config, **made)

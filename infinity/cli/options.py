@@ -65,7 +65,7 @@ _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
 
-class Parser(argparse.ArgumentParser):
+class StrictArgumentParser(argparse.ArgumentParser):
     """A parser that accepts no abbreviations of options. A new option could change the meaning of an abbreviation.
 
     Args:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from infinity.errors import ConfigError
 
 
-class Order(Sampler[int]):
+class SequenceSampler(Sampler[int]):
     """Sampler of the sequences of a run. It yields the indices of the sequences for all passes over the data.
 
     The passes are numbered from 0. The seed and the number of a pass determine the order of the pass. Every step has

@@ -33,7 +33,7 @@ _REST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """A complete model on disk.
 
     Attributes:
@@ -53,7 +53,7 @@ class Saved:
         return shlex.quote(text) if text.isprintable() else f"${text!a}"
 
 
-class Output:
+class OutputDirectory:
     """The directory that --output names. It must be missing or empty.
 
     Args:
@@ -114,7 +114,7 @@ class Output:
                 "free. Free space, or choose a directory on another disk."
             )
 
-    def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:
+    def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> SavedModel:
         """Write the model to a new directory beside the output.
 
         If writing fails, write the model to one of the directories in `elsewhere`.
@@ -133,7 +133,7 @@ class Output:
             try:
                 made = self._make_aside(place)
                 write(made / "model")
-                return Saved(made / "model", problem)
+                return SavedModel(made / "model", problem)
             except BaseException as error:
                 if made is not None:
                     shutil.rmtree(made, ignore_errors=True)  # this call has created the directory
@@ -142,7 +142,7 @@ class Output:
                 problem = problem or str(error)
         raise InfinityError(f"{self._named}: the model could not be saved. {problem}")
 
-    def publish(self, saved: Saved, write: Callable[[Path], None]) -> None:
+    def publish(self, saved: SavedModel, write: Callable[[Path], None]) -> None:
         """Write the other files of the output, and move the model and these files to the output.
 
         Args:

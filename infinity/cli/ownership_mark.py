@@ -13,17 +13,17 @@ from pydantic import ValidationError
 
 from infinity import files
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.job import Origin
+from infinity.cli.job import RunOrigin
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, printable
 from infinity.io import atomic_file
-from infinity.io.schema import Name, Record
+from infinity.io.schema import DiskRecord, Name
 
 _NAME = "run.infinity"
 _BYTES_MAX = 64 << 10
 
 
-class _Mark(Record):
+class _OwnershipMark(DiskRecord):
     """The content of a mark.
 
     Attributes:
@@ -36,7 +36,7 @@ class _Mark(Record):
 
 
 @dataclass(frozen=True)
-class Owner:
+class DirectoryOwner:
     """A run as the owner of directories.
 
     Attributes:
@@ -51,7 +51,7 @@ class Owner:
     begins_anew: bool
 
     @classmethod
-    def of(cls, options: FinetuneOptions, config: SwapConfig, origin: Origin, *, resumes: bool) -> Owner:
+    def of(cls, options: FinetuneOptions, config: SwapConfig, origin: RunOrigin, *, resumes: bool) -> DirectoryOwner:
         swap = str(config.nvme.paths[0].expanduser().absolute()) if config.nvme.paths else "-"
         return cls(origin.run, swap, options.resume is not None and not resumes)
 
@@ -85,12 +85,12 @@ class Owner:
         directory.mkdir(parents=True, exist_ok=True)
         found = _mark_in(directory)
         if found is None or found.run != self.run:
-            mark = _Mark(run=self.run, swap=self.swap)
+            mark = _OwnershipMark(run=self.run, swap=self.swap)
             atomic_file.write_file(directory / _NAME, [mark.model_dump_json().encode()])
 
 
-def _mark_in(directory: Path) -> _Mark | None:
+def _mark_in(directory: Path) -> _OwnershipMark | None:
     try:
-        return _Mark.model_validate_json(files.read_regular(directory / _NAME, _BYTES_MAX))
+        return _OwnershipMark.model_validate_json(files.read_regular(directory / _NAME, _BYTES_MAX))
     except (OSError, ValidationError):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.cli.batches import Batch
+from infinity.cli.batches import TokenBatch
 from infinity.errors import ModelError
 
 _LENGTHS = 6, 9
@@ -30,9 +30,9 @@ def require_separates(model: Any) -> None:
     training = model.training
     model.eval()
     with torch.no_grad():
-        apart = torch.cat([model(**Batch(each[None]).inputs_of(model)).logits[0] for each in examples])
-        packed = model(**Batch(ids[None], positions=positions[None]).inputs_of(model)).logits[0]
-        joined = model(**Batch(ids[None]).inputs_of(model)).logits[0]
+        apart = torch.cat([model(**TokenBatch(each[None]).inputs_of(model)).logits[0] for each in examples])
+        packed = model(**TokenBatch(ids[None], positions=positions[None]).inputs_of(model)).logits[0]
+        joined = model(**TokenBatch(ids[None]).inputs_of(model)).logits[0]
     model.train(training)
     seen, without = ((each.float() - apart.float()).abs().max().item() for each in (packed, joined))
     if seen > _SHARE_MAX * without:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.cli.batches import Batch
-from infinity.cli.data import NOT_LEARNED, PackedData
+from infinity.cli.batches import TokenBatch
+from infinity.cli.data import NOT_LEARNED, PackedDataset
 from infinity.cli.documents import Document
-from infinity.cli.records import Pair
+from infinity.cli.records import PreferencePair
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairBatch:
     """The pairs of one forward and backward pass.
 
     Attributes:
@@ -28,14 +28,14 @@ class Pairs:
     def inputs_of(self, model: Any) -> dict[str, Any]:
         """Return the arguments for a call of the model with the better answer of the first of the pairs."""
         first = self.rows[0]
-        return Batch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
+        return TokenBatch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
 
 
-class PairedData(PackedData):
+class PairDataset(PackedDataset):
     """Pairs of answers. Each sequence is one pair: two documents, each of which has the prompt and an answer."""
 
     def _add(self, document: Document) -> None:
-        assert isinstance(document, Pair)
+        assert isinstance(document, PreferencePair)
         room, where = self.sequence_length, document.chosen.where
         is_cut = any(len(each.ids) > room for each in document)
         if is_cut and self._method == "reward":
@@ -56,9 +56,9 @@ class PairedData(PackedData):
     def summary(self) -> str:
         return f"{self.tokens} tokens in {self.sequences} pair{'' if self.sequences == 1 else 's'} of answers"
 
-    def rows(self, indices: Iterable[int]) -> Pairs:
+    def rows(self, indices: Iterable[int]) -> PairBatch:
         stored = self._stored()
-        return Pairs([self._row(*(self._tokens(stored, each) for each in self._parts[index])) for index in indices])
+        return PairBatch([self._row(*(self._tokens(stored, each) for each in self._parts[index])) for index in indices])
 
     def _tokens(self, stored: Any, span: int) -> Any:
         begin, numel = self._spans[span]

@@ -10,7 +10,7 @@ from infinity.errors import ConfigError, ManifestError, ResumeError, printable
 from infinity.io.directory import SwapDirectory, generations_in
 from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
-from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, pins_text, read_pins
+from infinity.io.pins import GenerationPin, GenerationPins, digest_of, folder_path, is_gone, pins_text, read_pins
 from infinity.io.rank_paths import place_of, rank_of
 from infinity.sharded.stores import parts_of, stores_of
 
@@ -61,20 +61,20 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
     return 0
 
 
-def _pins_in(places: Sequence[Path]) -> Pins:
+def _pins_in(places: Sequence[Path]) -> GenerationPins:
     """Return the pins of a store.
 
     Raises:
         ResumeError: there is no store.
     """
-    return Pins(places, header_in(places[0]).header.run, *rank_of(places[0]))
+    return GenerationPins(places, header_in(places[0]).header.run, *rank_of(places[0]))
 
 
-def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
+def _goes(pin: GenerationPin, folders: Collection[str], *, all_gone: bool) -> bool:
     return pin.folder in folders or (all_gone and is_gone(pin))
 
 
-def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Path, str]]:
+def generations_with(pins: Sequence[GenerationPin], path: Path) -> Iterator[tuple[int, Path, str]]:
     """Yield the generations in a directory.
 
     The generations that the run keeps come first, and the others, which are only pinned, come last.
@@ -98,7 +98,7 @@ def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Pat
             yield pin.step, path / pin.manifest_name, _said_of(pins, pin.digest)
 
 
-def _said_of(pins: Sequence[Pin], digest: str) -> str:
+def _said_of(pins: Sequence[GenerationPin], digest: str) -> str:
     folders = [f"{pin.folder}{' (its folder is gone)' if is_gone(pin) else ''}" for pin in pins if pin.digest == digest]
     return f", pinned by {' and '.join(folders)}" if folders else ""
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from infinity.cli.chat_messages import ROLES, TABLE, answers_learned, kind
-from infinity.cli.fields import Row
+from infinity.cli.fields import DatasetRow
 from infinity.errors import ConfigError
 from infinity.quoting import quoted, raised
 
@@ -35,7 +35,7 @@ Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Example:
+class TrainingExample:
     """A document in which only some tokens contribute to the loss.
 
     Attributes:
@@ -53,17 +53,17 @@ class Example:
     declined: bool = False
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """Two answers.
 
     The first is the better answer. In both, the tokens that contribute to the loss begin at the same position.
     """
 
-    chosen: Example
-    rejected: Example
+    chosen: TrainingExample
+    rejected: TrainingExample
 
 
-def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
+def text_or_example(row: DatasetRow, where: str, tokenizer: Any, loss_on: LossOn) -> str | TrainingExample:
     """Return the text or the example of a row.
 
     Args:
@@ -86,10 +86,10 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
         return str(trl["text"])
     if isinstance(trl.get("prompt"), str):
         return _continued(trl["prompt"], trl["completion"], where, tokenizer, loss_on)
-    return _chat(trl, where, _Template.of(tokenizer, trl, where, row.unread), loss_on)
+    return _chat(trl, where, _ChatTemplate.of(tokenizer, trl, where, row.unread), loss_on)
 
 
-def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
+def pair_of(row: DatasetRow, where: str, tokenizer: Any, method: str) -> PreferencePair:
     """Return the two answers of a row.
 
     Args:
@@ -127,7 +127,7 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
     answers = (_answer(trl, name, where, tokenizer, method, row.unread) for name in ("chosen", "rejected"))
     chosen, rejected = answers
     first = min(each.learned.index(True) if any(each.learned) else len(each.ids) for each in (chosen, rejected))
-    return Pair(
+    return PreferencePair(
         *(replace(each, learned=[index >= first for index in range(len(each.ids))]) for each in (chosen, rejected))
     )
 
@@ -156,18 +156,20 @@ def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> 
         raise ConfigError(f"{where}: '{name}' does not end with a message of the assistant: leave the row out")
 
 
-def _answer(trl: dict[str, Any], name: str, where: str, tokenizer: Any, method: str, unread: list[str]) -> Example:
+def _answer(
+    trl: dict[str, Any], name: str, where: str, tokenizer: Any, method: str, unread: list[str]
+) -> TrainingExample:
     prompt, said = trl.get("prompt"), trl[name]
     if isinstance(said, str):
         return _continued(prompt or "", said, where, tokenizer, "answers")
     told: dict[str, Any] = {each: trl[each] for each in ("tools", "chat_template_kwargs") if each in trl}
-    template = _Template.of(tokenizer, told, where, unread)
+    template = _ChatTemplate.of(tokenizer, told, where, unread)
     if method == "reward":
         return _chat({"messages": [*(prompt or []), *said]}, where, template, "all")
     return _chat({"prompt": prompt, "completion": said}, where, template, "answers")
 
 
-def _chosen_alone(row: Row) -> str:
+def _chosen_alone(row: DatasetRow) -> str:
     prompt, chosen = row.trl.get("prompt"), row.trl["chosen"]
     if prompt is None:
         return "text=chosen" if isinstance(chosen, str) else "messages=chosen"
@@ -176,12 +178,12 @@ def _chosen_alone(row: Row) -> str:
     return f"{names[0]}={row.columns['instruction'][0]} {names[1]}=chosen{system}"
 
 
-def _continued(prompt: str, completion: str, where: str, tokenizer: Any, loss_on: LossOn) -> Example:
+def _continued(prompt: str, completion: str, where: str, tokenizer: Any, loss_on: LossOn) -> TrainingExample:
     """Return the example of a prompt and a completion that are strings."""
     end = tokenizer.eos_token or ""
     said = completion if completion.endswith(end) else completion + end
     ids = _ids(tokenizer, prompt + said)
-    return Example(ids, _behind(_ids(tokenizer, prompt), ids, loss_on), where)
+    return TrainingExample(ids, _behind(_ids(tokenizer, prompt), ids, loss_on), where)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -208,7 +210,7 @@ def _behind(asked: list[int], ids: list[int], loss_on: LossOn) -> list[bool]:
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
-def _chat(trl: dict[str, Any], where: str, template: _Template, loss_on: LossOn) -> Example:
+def _chat(trl: dict[str, Any], where: str, template: _ChatTemplate, loss_on: LossOn) -> TrainingExample:
     answered = "messages" not in trl
     marked = loss_on == "answers" and not answered
     messages = [*trl["prompt"], *trl["completion"]] if answered else trl["messages"]
@@ -227,12 +229,12 @@ def _chat(trl: dict[str, Any], where: str, template: _Template, loss_on: LossOn)
                 "'weight' or 'train' asks for something else; give the row as 'messages'"
             )
         prompt = template.rendered(form[:first], add_generation_prompt=True)["input_ids"]
-        return Example(ids, _behind(list(prompt), ids, loss_on), where, is_chat=True)
+        return TrainingExample(ids, _behind(list(prompt), ids, loss_on), where, is_chat=True)
     learned = [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids)
     answers = [each for each, message in zip(asked, messages, strict=True) if message["role"] == "assistant"]
     if False in answers:
         learned = _without_some_answers(learned, answers, where, marked=marked)
-    return Example(ids, learned, where, is_chat=True, declined=bool(answers) and set(answers) == {False})
+    return TrainingExample(ids, learned, where, is_chat=True, declined=bool(answers) and set(answers) == {False})
 
 
 def _without_some_answers(
@@ -263,7 +265,7 @@ def _without_some_answers(
 
 
 @dataclass(frozen=True)
-class _Template:
+class _ChatTemplate:
     """A model's chat template, applied to one row.
 
     Attributes:
@@ -281,7 +283,7 @@ class _Template:
     unread: list[str]
 
     @classmethod
-    def of(cls, tokenizer: Any, trl: dict[str, Any], where: str, unread: list[str]) -> _Template:
+    def of(cls, tokenizer: Any, trl: dict[str, Any], where: str, unread: list[str]) -> _ChatTemplate:
         text, own = getattr(tokenizer, "chat_template", None), trl.get("chat_template_kwargs", {})
         if not text:
             raise ConfigError(

@@ -16,14 +16,14 @@ from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.integrations.checkpoint_folders import remove_empty
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.io.rank_paths import is_rank_path
 from infinity.runtime.offload import close
 
 _READ_NUMEL = 1 << 20
 
 
-class Reference:
+class ReferenceModel:
     """A reference model.
 
     Each generation contains its digest, so that a run is only resumed with the same reference model.
@@ -63,10 +63,10 @@ class Reference:
             trained: the trained model.
             config: swap config of the run.
             begin: function that offloads the trained model, which is infinity.offload or a function that resumes a run.
-            made: facts about the optimizer, as arguments of Run.wish.
+            made: facts about the optimizer, as arguments of ScriptRun.add_facts.
         """
-        run = Run(config)
-        run.wish(begin=begin, **made)
+        run = ScriptRun(config)
+        run.add_facts(begin=begin, **made)
         for each in (trained, self.model):
             run.loaded(each)
         run.trained.add(trained)

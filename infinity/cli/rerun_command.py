@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity.cli.command import command
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.job import Origin, values_of
+from infinity.cli.job import RunOrigin, values_of
 from infinity.cli.options import FROZEN_NAMES
 from infinity.config import SwapConfig
 from infinity.files import read_regular
@@ -24,7 +24,7 @@ _NOT_AGAIN = ("output",)
 """Options that are not written to the files, because each run has its own value."""
 
 
-def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: Origin, directory: Path) -> None:
+def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: RunOrigin, directory: Path) -> None:
     """Write the options of a run and its swap config to the files that the command of `rerun_command` names.
 
     Raises:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.data import PackedData, Sequences, split
+from infinity.cli.data import PackedDataset, SequenceDataset, split
 from infinity.cli.fields import by_name
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.pairs import PairedData
+from infinity.cli.pairs import PairDataset
 from infinity.errors import ConfigError, printable
 
 
 @dataclass(frozen=True)
-class Data:
+class RunData:
     """The data of a run.
 
     Attributes:
@@ -31,8 +31,8 @@ class Data:
         largest_token: the largest token in the data.
     """
 
-    trained: Sequences
-    held_out: Sequences | None
+    trained: SequenceDataset
+    held_out: SequenceDataset | None
     summary: str
     notes: list[str]
     has_examples: bool
@@ -46,7 +46,7 @@ class Data:
         return self.trained.digest + ("" if self.held_out is None else self.held_out.digest)
 
 
-def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) -> Data:
+def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) -> RunData:
     """Read all data of a run. The tokens are written to unnamed files on `disk`.
 
     Args:
@@ -56,12 +56,12 @@ def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) 
         held: exit stack that closes the files.
 
     Raises:
-        ConfigError: the data cannot be used (see PackedData), or `disk` cannot be written.
+        ConfigError: the data cannot be used (see PackedDataset), or `disk` cannot be written.
     """
 
-    def packed(option: str, paths: Sequence[Path]) -> PackedData:
+    def packed(option: str, paths: Sequence[Path]) -> PackedDataset:
         try:
-            made = (PackedData if options.method == "sft" else PairedData)(
+            made = (PackedDataset if options.method == "sft" else PairDataset)(
                 paths,
                 tokenizer,
                 options.sequence_length,
@@ -80,8 +80,8 @@ def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) 
         return held.enter_context(closing(made))
 
     data = packed("--data", options.data)
-    trained: Sequences = data
-    held_out: Sequences | None = None
+    trained: SequenceDataset = data
+    held_out: SequenceDataset | None = None
     read = [data]
     if options.eval_data is not None:
         apart = packed("--eval-data", options.eval_data)
@@ -97,7 +97,7 @@ def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) 
         )
     if options.verbose:
         print(f"the first document of --data, with the learned text in «»:\n{printable(data.preview())}", flush=True)
-    return Data(
+    return RunData(
         trained,
         held_out,
         summary,

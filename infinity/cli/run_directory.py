@@ -20,8 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.history import Evaluated, best_of
-from infinity.cli.ownership_mark import Owner
+from infinity.cli.history import EvaluationLoss, best_of
+from infinity.cli.ownership_mark import DirectoryOwner
 from infinity.errors import ConfigError, printable
 from infinity.sizes import format_bytes
 
@@ -49,7 +49,7 @@ def _is_needed(options: FinetuneOptions) -> bool:
     return bool(options.save_every or options.save_best or options.logger)
 
 
-def prepare(options: FinetuneOptions, owner: Owner) -> None:
+def prepare(options: FinetuneOptions, owner: DirectoryOwner) -> None:
     """Check that the directory can be created, or already belongs to this run.
 
     Raises:
@@ -116,7 +116,7 @@ def tidy(options: FinetuneOptions, done: int) -> None:
             _remove(folder)
 
 
-def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
+def rotate(options: FinetuneOptions, evaluations: Sequence[EvaluationLoss]) -> None:
     """Remove models that are not needed any more.
 
     Of the models of --save-every, the newest are kept; their number is --save-limit. With --save-best, the best model
@@ -186,7 +186,7 @@ def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: in
         )
 
 
-def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path:
+def made(options: FinetuneOptions, owner: DirectoryOwner | None, held: ExitStack) -> Path:
     """Return the directory. Create it if it does not exist.
 
     Args:
@@ -206,7 +206,7 @@ def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path
     return directory
 
 
-def said(options: FinetuneOptions, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
+def said(options: FinetuneOptions, evaluations: Sequence[EvaluationLoss], failed: Sequence[str]) -> list[str]:
     """Return lines that name the models in the directory. The output must be complete before this call.
 
     Args:

@@ -16,11 +16,11 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
-from infinity.cli.history import Evaluated, Sample, best_of
+from infinity.cli.history import EvaluationLoss, TextSample, best_of
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics, trained_of
 from infinity.sizes import format_bytes
-from infinity.units.speculation_choice import Counts
+from infinity.units.speculation_choice import UpdateCounts
 
 _LAST = 10
 """Number of steps over which the last loss is averaged, because the loss varies much between steps.
@@ -43,7 +43,7 @@ assert set(_STALLS) == set(CAUSES)
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """Figures of a run.
 
     Figures per step are means over the steps of this process. The first step learns the order of the units, and is left
@@ -99,7 +99,7 @@ class Report:
     peak_rss_bytes: int
     state_bytes: int
     cached_bytes: int
-    updates: Counts
+    updates: UpdateCounts
     engine: str
     device: str
     warm_up: bool
@@ -107,7 +107,7 @@ class Report:
     trained_parameters: int
     data: str
     notes: list[str]
-    evaluations: list[Evaluated]
+    evaluations: list[EvaluationLoss]
     again: str
 
     def _idle_row(self) -> list[tuple[str, str]]:
@@ -196,9 +196,9 @@ def make_report(
     warm_up: bool,
     data: str = "",
     notes: Sequence[str] = (),
-    evaluations: Sequence[Evaluated] = (),
+    evaluations: Sequence[EvaluationLoss] = (),
     again: str = "",
-) -> Report:
+) -> RunReport:
     """Make the report of the steps between two snapshots of the counters.
 
     `facts` has the figures of the steps between the snapshots `before` and `after`. `losses` has the losses of all
@@ -216,7 +216,7 @@ def make_report(
     compute_bound = processors_alone(seconds, compute, adam, device=after.device)
     finite = [loss for loss in losses if math.isfinite(loss)]
     last = finite[1:][-_LAST:] or finite
-    return Report(
+    return RunReport(
         steps=len(losses),
         skipped_steps=skipped_steps,
         first_loss=finite[0] if finite else math.nan,
@@ -238,7 +238,7 @@ def make_report(
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         state_bytes=after.state_bytes,
         cached_bytes=after.cached_bytes + after.cached_weight_bytes,
-        updates=Counts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
+        updates=UpdateCounts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
         engine=after.engine,
         device=after.device,
         warm_up=warm_up,
@@ -272,14 +272,14 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 
     Args:
         step_s: seconds per step.
-        compute_s: seconds per step without stalls (see Report).
+        compute_s: seconds per step without stalls (see RunReport).
         adam_s: seconds per step of the update's arithmetic.
         device: type of the device that computes, such as "cpu".
     """
     return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
-def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
+def write_report(report: RunReport, facts: Sequence[StepFacts], samples: Sequence[TextSample], directory: Path) -> None:
     """Write report.json, report.txt, loss.csv and loss.png, and if there were samples, samples.jsonl.
 
     In JSON, nan is written as null.
@@ -313,7 +313,7 @@ def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[S
     _plot(facts, report.evaluations, directory / "loss.png")
 
 
-def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Path) -> None:
+def _plot(facts: Sequence[StepFacts], evaluations: Sequence[EvaluationLoss], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -12,10 +12,10 @@ import torch
 from transformers import TrainerCallback
 
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.history import Evaluated, History, Sample
+from infinity.cli.history import EvaluationLoss, RunHistory, TextSample
 from infinity.cli.limits import positions_of
 from infinity.cli.progress import PlainProgress, RichProgress
-from infinity.cli.text_generation import WritingError, prompt_ids, write
+from infinity.cli.text_generation import TextGenerationError, prompt_ids, write
 from infinity.errors import ConfigError
 
 _TOKENS = 64
@@ -44,7 +44,7 @@ def prompts_of(options: FinetuneOptions, model: Any, tokenizer: Any, *, chat: bo
     return prompts
 
 
-class Samples(TrainerCallback):  # type: ignore[misc]
+class EvaluationCallback(TrainerCallback):  # type: ignore[misc]
     """The callback for each evaluation.
 
     Args:
@@ -60,7 +60,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         self,
         prompts: dict[str, torch.Tensor],
         most: int | None,
-        history: History,
+        history: RunHistory,
         progress: PlainProgress | RichProgress,
         log: Callable[[dict[str, Any]], None] | None = None,
         *,
@@ -76,14 +76,14 @@ class Samples(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
         # rounded to fp32, so that the loss is equal for any number of ranks
         step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))
-        found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
+        found = EvaluationLoss(step, loss if math.isfinite(loss) else math.nan)
         self._history.evaluations.append(found)
         self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")
         written = {}
         for number, (prompt, ids) in enumerate(self._prompts.items(), 1):
             text = self._written(named["model"], ids, named["processing_class"])
             written[f"eval_sample {number}"] = text
-            self._history.samples.append(Sample(step, prompt, text))
+            self._history.samples.append(TextSample(step, prompt, text))
             self._progress.say(f"step {step}: {prompt!r} → {text!r}")
         if written and self._log is not None:
             self._log(written)
@@ -97,7 +97,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         model.eval()
         try:
             return str(tokenizer.decode(write(model, ids, tokenizer, self._most), skip_special_tokens=True))
-        except WritingError as error:
+        except TextGenerationError as error:
             if self._speaks:
                 print(f"warning: --sample: {error}", file=sys.stderr, flush=True)
             return ""

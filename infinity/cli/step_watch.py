@@ -13,13 +13,13 @@ from transformers import TrainerCallback
 
 from infinity.cli import run_directory
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.history import History, best_of
+from infinity.cli.history import RunHistory, best_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
 from infinity.cli.run_ranks import gather_values
 from infinity.cli.run_report import without
-from infinity.cli.stopping import Stop
+from infinity.cli.stopping import StopRequest
 from infinity.cli.tracing import TracedSteps
-from infinity.cli.trainer import Running
+from infinity.cli.trainer import FinetuneTrainerMixin
 from infinity.errors import printable
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.quoting import raised
@@ -30,7 +30,7 @@ from infinity.runtime.track import finish_commit
 _STAY = "the step is skipped and the weights do not change"
 
 
-class StepWatch(TrainerCallback):  # type: ignore[misc]
+class StepCallback(TrainerCallback):  # type: ignore[misc]
     """The callback for each step. A Trainer calls its other callbacks before this callback.
 
     Args:
@@ -48,13 +48,13 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        trainer: Running,
+        trainer: FinetuneTrainerMixin,
         optimizer: OffloadedOptimizer,
         scaler: torch.amp.GradScaler,
-        history: History,
+        history: RunHistory,
         progress: PlainProgress | RichProgress,
         traced: TracedSteps,
-        stop: Stop,
+        stop: StopRequest,
         step_tokens: int,
         options: FinetuneOptions,
     ) -> None:

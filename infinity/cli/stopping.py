@@ -22,7 +22,7 @@ torchrun sends a signal to its ranks several times at once.
 
 
 @dataclass
-class Stop:
+class StopRequest:
     """A request to stop the run.
 
     Attributes:
@@ -35,7 +35,7 @@ class Stop:
 
 
 @contextmanager
-def stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[Stop]:
+def stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[StopRequest]:
     """Record the first Ctrl-C or SIGTERM that arrives in the `with` block, and print `promise`.
 
     A second signal raises KeyboardInterrupt. With several ranks, a second signal within _REPEATED_S is ignored.
@@ -44,7 +44,7 @@ def stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[Stop]:
         say: function that prints a line.
         promise: line that tells the user what happens next.
     """
-    stop = Stop()
+    stop = StopRequest()
     _, ranks = rank_and_world()
 
     def handle(number: int, frame: FrameType | None) -> None:

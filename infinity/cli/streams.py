@@ -28,17 +28,17 @@ PIPE_CLOSED = 128 + signal.SIGPIPE
 INTERRUPTED = 128 + signal.SIGINT
 
 
-class ReaderGoneError(Exception):
+class ClosedOutputError(Exception):
     """The reader has closed the output of a command that only prints."""
 
 
-class Outlet:
+class OutputStream:
     """A stream that records failures instead of raising them.
 
     Args:
         stream: stream that is written to.
         go_on: whether to record a closed pipe without an error. If `go_on` is False, a closed pipe raises
-            ReaderGoneError once.
+            ClosedOutputError once.
 
     Attributes:
         failure: the first failure; None if nothing has failed.
@@ -79,7 +79,7 @@ class Outlet:
             return
         closed = error.errno == errno.EPIPE
         if closed and not self._go_on:
-            raise ReaderGoneError
+            raise ClosedOutputError
         if self is not sys.stderr and (self._of_a_run or not closed):
             print(
                 f"the output cannot be written any more ({error.strerror}); the work continues without it",
@@ -88,21 +88,21 @@ class Outlet:
 
 
 @contextmanager
-def outlets(*, go_on: bool) -> Iterator[Outlet]:
-    """Replace sys.stdout and sys.stderr by Outlets in the `with` block, and yield the Outlet of stdout.
+def outlets(*, go_on: bool) -> Iterator[OutputStream]:
+    """Replace sys.stdout and sys.stderr by Outlets in the `with` block, and yield the OutputStream of stdout.
 
     Characters that the encoding lacks are escaped.
 
     Args:
-        go_on: whether to record a closed pipe of stdout without an error (see Outlet).
+        go_on: whether to record a closed pipe of stdout without an error (see OutputStream).
     """
     _open_closed_streams()
     streams = sys.stdout, sys.stderr
     for stream in streams:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    out = Outlet(sys.stdout, go_on=go_on)
-    sys.stdout, sys.stderr = out, Outlet(sys.stderr, go_on=True)
+    out = OutputStream(sys.stdout, go_on=go_on)
+    sys.stdout, sys.stderr = out, OutputStream(sys.stderr, go_on=True)
     try:
         yield out
         out.flush()

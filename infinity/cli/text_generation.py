@@ -14,7 +14,7 @@ from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.quoting import raised
 
 
-class WritingError(ModelError):
+class TextGenerationError(ModelError):
     """transformers cannot generate text with this model, or with the settings in the model's generation_config.json."""
 
 
@@ -92,8 +92,8 @@ def write(
         The tokens after the prompt.
 
     Raises:
-        WritingError: transformers cannot generate with the model or its settings. All ranks raise the error, before the
-            first token.
+        TextGenerationError: transformers cannot generate with the model or its settings. All ranks raise the error,
+            before the first token.
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
@@ -121,18 +121,18 @@ def write(
             generation_config=settings,
             streamer=streamer,
             tokenizer=tokenizer,  # needed for stop_strings
-            stopping_criteria=[_Stop(stop)],
+            stopping_criteria=[_StoppingFunction(stop)],
         )
     except InfinityError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:
         # transformers raises this for settings that it refuses
-        raise WritingError(f"transformers cannot generate text with the model ({raised(error)})") from error
+        raise TextGenerationError(f"transformers cannot generate text with the model ({raised(error)})") from error
     written: list[int] = found[0, ids.shape[1] :].tolist()
     return written
 
 
-class _Stop:
+class _StoppingFunction:
     """A stopping criterion of transformers that calls a function."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:

@@ -43,7 +43,7 @@ def opened(options: FinetuneOptions, run: str, directory: Path, done: int) -> It
     """
     with ExitStack() as held:
         yield [
-            held.enter_context(_Guarded(name, partial(_callback, name, options, run, directory, done)))
+            held.enter_context(_GuardedCallback(name, partial(_callback, name, options, run, directory, done)))
             for name in options.logger or ()
         ]
 
@@ -71,7 +71,7 @@ def _callback(
     return kind()
 
 
-class _Guarded:
+class _GuardedCallback:
     """A callback of a Trainer that turns errors of a tracker into warnings.
 
     An error occurs, for example, if a server does not respond.
@@ -95,7 +95,7 @@ class _Guarded:
             raise AttributeError(event)
         return partial(self._call, getattr(self._callback or TrainerCallback(), event))
 
-    def __enter__(self) -> _Guarded:
+    def __enter__(self) -> _GuardedCallback:
         return self
 
     def __exit__(self, *error: object) -> None:

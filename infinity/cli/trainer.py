@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from infinity.cli.data import Sequences
-from infinity.cli.order import DataFingerprint, Order
+from infinity.cli.data import SequenceDataset
+from infinity.cli.order import DataFingerprint, SequenceSampler
 from infinity.cli.run_directory import folder_of
 from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
@@ -47,7 +47,7 @@ TRL's trainer comes after these classes in the method resolution order.
 """
 
 
-class _Recording(_TheirTrainer):  # type: ignore[misc]
+class _BatchShareRecorder(_TheirTrainer):  # type: ignore[misc]
     """Recorder of the share that each batch has in a step's loss.
 
     TrainerMixin comes before this class in the bases, because TrainerMixin may collect the batches of a step and
@@ -70,7 +70,7 @@ class _Recording(_TheirTrainer):  # type: ignore[misc]
         return list(losses.values())
 
 
-class Running(TrainerMixin, _Recording):
+class FinetuneTrainerMixin(TrainerMixin, _BatchShareRecorder):
     """The base of a trainer, listed before a trainer of TRL among the bases of a class.
 
     The batches come in the order of the run. A resumed run continues from the trainer's state in a generation, and its
@@ -101,9 +101,9 @@ class Running(TrainerMixin, _Recording):
         model: Any,
         args: Any,
         *,
-        trained: Sequences,
-        held_out: Sequences | None,
-        order: Order,
+        trained: SequenceDataset,
+        held_out: SequenceDataset | None,
+        order: SequenceSampler,
         fingerprint: DataFingerprint,
         save: Callable[[Any, str], None],
         figures: Callable[[], dict[str, float]],
@@ -128,7 +128,7 @@ class Running(TrainerMixin, _Recording):
         super().__init__(
             model=model,
             args=args,
-            data_collator=_Collator(trained, held_out, self._collated),
+            data_collator=_IndexCollator(trained, held_out, self._collated),
             train_dataset=_dataset(_TRAINED, trained.sequences),
             eval_dataset=_dataset(_HELD_OUT, evaluated) if evaluated else None,
             swap_config=swap_config,
@@ -143,7 +143,7 @@ class Running(TrainerMixin, _Recording):
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+    def _weight_of(self, held_out: SequenceDataset, at_once: int) -> int:
         """Return the sum of the weights of all held-out sequences in an evaluation.
 
         Args:
@@ -152,7 +152,7 @@ class Running(TrainerMixin, _Recording):
         """
         raise NotImplementedError
 
-    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+    def _collated(self, data: SequenceDataset, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return the batch of the sequences with these indices."""
         raise NotImplementedError
 
@@ -332,7 +332,7 @@ def require_points() -> None:
             require_there(getattr(importlib.import_module(module), kind), name, place, point)
 
 
-class _Collator:
+class _IndexCollator:
     """Collator for rows that contain indices of sequences.
 
     Args:
@@ -343,9 +343,9 @@ class _Collator:
 
     def __init__(
         self,
-        trained: Sequences,
-        held_out: Sequences | None,
-        collated: Callable[[Sequences, list[int]], dict[str, torch.Tensor]],
+        trained: SequenceDataset,
+        held_out: SequenceDataset | None,
+        collated: Callable[[SequenceDataset, list[int]], dict[str, torch.Tensor]],
     ) -> None:
         self._of = {_TRAINED: trained, _HELD_OUT: held_out}
         self._collated = collated

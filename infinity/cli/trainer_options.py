@@ -211,7 +211,7 @@ def typed(given: Given, method: str) -> dict[str, Any]:
     import trl
     from transformers import HfArgumentParser
 
-    class Checking(HfArgumentParser):  # type: ignore[misc]
+    class TrainerArgumentParser(HfArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> None:
             raise ConfigError(message)
 
@@ -219,5 +219,5 @@ def typed(given: Given, method: str) -> dict[str, Any]:
     for name, values in given.items():
         # A value may begin with a dash, such as -1.
         arguments += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    found = Checking(getattr(trl, CONFIGS[method]), allow_abbrev=False).parse_args(arguments)
+    found = TrainerArgumentParser(getattr(trl, CONFIGS[method]), allow_abbrev=False).parse_args(arguments)
     return {name: getattr(found, name) for name in given}

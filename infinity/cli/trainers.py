@@ -1,6 +1,6 @@
 """The trainers of `infinity finetune`, by --method.
 
-The bases of each class are Running and then a trainer of TRL.
+The bases of each class are FinetuneTrainerMixin and then a trainer of TRL.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import nn
 from trl import DPOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer import dpo_trainer, reward_trainer
 
-from infinity.cli.batches import Batch, learned_in
-from infinity.cli.data import Sequences
-from infinity.cli.trainer import Running
+from infinity.cli.batches import TokenBatch, learned_in
+from infinity.cli.data import SequenceDataset
+from infinity.cli.trainer import FinetuneTrainerMixin
 from infinity.errors import ModelError
 
 
-class Sft(Running, SFTTrainer):  # type: ignore[misc]
+class FinetuneSFTTrainer(FinetuneTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """SFTTrainer with the model's own loss.
 
     Every token that contributes to the loss has the same weight, in training and in evaluations.
@@ -31,19 +31,19 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
         # for other models, transformers before 5.20 would divide the loss once more
         self.model_accepts_loss_kwargs = True
 
-    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+    def _weight_of(self, held_out: SequenceDataset, at_once: int) -> int:
         """Return the number of tokens that contribute to the loss."""
         ends = range(at_once, held_out.sequences + at_once, at_once)
         return sum(held_out.rows(range(end - at_once, min(end, held_out.sequences))).learned for end in ends)
 
-    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+    def _collated(self, data: SequenceDataset, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return the batch of the sequences with these indices.
 
         Filler rows, which fill the last batches of the ranks, do not contribute to the loss.
         """
         batch: dict[str, torch.Tensor] = data.rows(index % data.sequences for index in indices).of_trainer()
         filling = torch.tensor(indices) >= data.sequences
-        return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
+        return batch | {"labels": batch["labels"].masked_fill(filling[:, None], TokenBatch.NOTHING)}
 
     def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Return the number of tokens of all ranks that contribute to the loss of a step."""
@@ -69,7 +69,7 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
         return learned_in(inputs["labels"]), model(**inputs).loss
 
 
-class _OfPairs(Running):
+class _PairTrainerMixin(FinetuneTrainerMixin):
     """Base class of trainers that learn to prefer the first of two answers.
 
     Attributes:
@@ -78,11 +78,11 @@ class _OfPairs(Running):
 
     collator: Any
 
-    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+    def _weight_of(self, held_out: SequenceDataset, at_once: int) -> int:
         """Return the number of pairs."""
         return held_out.sequences
 
-    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+    def _collated(self, data: SequenceDataset, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return the batch of the pairs with these indices, without filler pairs.
 
         A batch of held-out pairs also has `pairs`. For each place in the batch, `pairs` says whether there is a pair or
@@ -102,7 +102,7 @@ class _OfPairs(Running):
         return dataset
 
 
-class Dpo(_OfPairs, DPOTrainer):  # type: ignore[misc]
+class FinetuneDPOTrainer(_PairTrainerMixin, DPOTrainer):  # type: ignore[misc]
     """DPOTrainer for pairs of answers.
 
     Args:
@@ -113,12 +113,14 @@ class Dpo(_OfPairs, DPOTrainer):  # type: ignore[misc]
 
     def __init__(self, model: Any, args: Any, *, reference: Any, **others: Any) -> None:
         # If TRL gets no reference model, it adds a copy of the adapters to the model, which is already offloaded.
-        super().__init__(model, args, ref_model=_AdaptersOff(model) if reference is None else reference, **others)
+        super().__init__(
+            model, args, ref_model=_ReferencePlaceholder(model) if reference is None else reference, **others
+        )
         if reference is None:
             self.ref_model = None
 
 
-class _AdaptersOff(nn.Module):
+class _ReferencePlaceholder(nn.Module):
     """Placeholder for the module of a reference model, because TRL requires a module."""
 
     def __init__(self, model: Any) -> None:
@@ -126,10 +128,10 @@ class _AdaptersOff(nn.Module):
         self.config = model.config
 
 
-class Reward(_OfPairs, RewardTrainer):  # type: ignore[misc]
+class FinetuneRewardTrainer(_PairTrainerMixin, RewardTrainer):  # type: ignore[misc]
     """RewardTrainer for pairs of answers."""
 
     collator = reward_trainer.DataCollatorForPreference
 
 
-TRAINERS = {"sft": Sft, "dpo": Dpo, "reward": Reward}
+TRAINERS = {"sft": FinetuneSFTTrainer, "dpo": FinetuneDPOTrainer, "reward": FinetuneRewardTrainer}

@@ -12,22 +12,22 @@ from typing import Any
 
 from infinity.cli import job, limits, tracing, trackers
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.history import History
+from infinity.cli.history import RunHistory
 from infinity.cli.models import save_model
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
-from infinity.cli.order import DataFingerprint, Order
+from infinity.cli.order import DataFingerprint, SequenceSampler
 from infinity.cli.packing_support import require_separates
 from infinity.cli.progress import open_progress
-from infinity.cli.references import Reference
+from infinity.cli.references import ReferenceModel
 from infinity.cli.rerun_command import rerun_command
-from infinity.cli.run_data import Data
+from infinity.cli.run_data import RunData
 from infinity.cli.run_directory import is_whole
 from infinity.cli.run_ranks import RunRank, gather_values
-from infinity.cli.run_report import Report, make_report
-from infinity.cli.samples import Samples, prompts_of
-from infinity.cli.step_watch import StepWatch
+from infinity.cli.run_report import RunReport, make_report
+from infinity.cli.samples import EvaluationCallback, prompts_of
+from infinity.cli.step_watch import StepCallback
 from infinity.cli.stopping import stop_when_asked
-from infinity.cli.trainer import Running
+from infinity.cli.trainer import FinetuneTrainerMixin
 from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_rates
 from infinity.cli.trainers import TRAINERS
 from infinity.config import SwapConfig
@@ -42,7 +42,7 @@ from infinity.runtime.statistics import statistics
 from infinity.runtime.track import track
 
 
-class Training:
+class FinetuneRun:
     """The training of one run.
 
     Args:
@@ -70,19 +70,19 @@ class Training:
     def __init__(
         self,
         model: Any,
-        data: Data,
+        data: RunData,
         tokenizer: Any,
         options: FinetuneOptions,
         config: SwapConfig,
         world: RunRank,
-        origin: job.Origin,
+        origin: job.RunOrigin,
         directory: Path,
-        reference: Reference | None = None,
+        reference: ReferenceModel | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.origin = origin
-        self.history = History()
+        self.history = RunHistory()
         self.durable = statistics(model).plan.placement.commit_every > 0
         self._data = data
         self._world = world
@@ -104,7 +104,7 @@ class Training:
         self._optimizer = _optimizer_of(options, config, model)
         scheduler = schedule_of(arguments, self._optimizer, self.steps)
         self._scaler = make_scaler(model)
-        order = Order(data.trained.sequences, self.steps * per_step, options.seed)
+        order = SequenceSampler(data.trained.sequences, self.steps * per_step, options.seed)
         fingerprint = DataFingerprint(data.trained.digest, options.batch_size, options.seed)
         self._trainer = self._made_trainer(arguments, tokenizer, order, fingerprint, scheduler, config, reference)
         self.done = track(
@@ -115,7 +115,7 @@ class Training:
             history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
             **({"reference": reference} if reference is not None else {}),
-            **{job.NAME: job.Job(options, config, world, origin)},
+            **{job.NAME: job.SavedJob(options, config, world, origin)},
         )
         if self.done > self.steps:
             raise ConfigError(
@@ -129,18 +129,18 @@ class Training:
         self._say_if_never_warm()
         trace = options.trace if world.speaks else None
         self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self.steps)
-        self._watch: StepWatch | None = None
+        self._watch: StepCallback | None = None
 
     def _made_trainer(
         self,
         arguments: Any,
         tokenizer: Any,
-        order: Order,
+        order: SequenceSampler,
         fingerprint: DataFingerprint,
         scheduler: Any,
         config: SwapConfig,
-        reference: Reference | None,
-    ) -> Running:
+        reference: ReferenceModel | None,
+    ) -> FinetuneTrainerMixin:
         """Return the trainer for --method.
 
         Raises:
@@ -150,7 +150,7 @@ class Training:
         options, data = self.options, self._data
         beside = {"reference": None if reference is None else reference.model} if options.method == "dpo" else {}
         try:
-            made: Running = TRAINERS[options.method](
+            made: FinetuneTrainerMixin = TRAINERS[options.method](
                 self.model,
                 arguments,
                 trained=data.trained,
@@ -199,7 +199,7 @@ class Training:
                 place = Path(self._trainer.args.output_dir)
                 for each in held.enter_context(trackers.opened(self.options, self.origin.run, place, self.done)):
                     self._trainer.add_callback(each)
-            samples = Samples(
+            samples = EvaluationCallback(
                 self._prompts,
                 self.options.sample_tokens,
                 self.history,
@@ -208,7 +208,7 @@ class Training:
                 speaks=self._world.speaks,
             )
             self._trainer.add_callback(samples)
-            self._watch = StepWatch(
+            self._watch = StepCallback(
                 self._trainer,
                 self._optimizer,
                 self._scaler,
@@ -251,7 +251,7 @@ class Training:
         """Reasons why models of steps could not be saved."""
         return list(self._trainer.failed.values())
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         """Return the report about the steps of this process, without the first step.
 
         If this process did only one step, the report is about this step, and includes the step's complete update.

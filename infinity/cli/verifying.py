@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedResults:
     """Results of the trained model. The saved model must have the same results.
 
     Attributes:
@@ -53,7 +53,7 @@ def require_possible(options: FinetuneOptions) -> None:
         )
 
 
-def expected_of(model: Any, options: FinetuneOptions, batch: Any) -> Expected:
+def expected_of(model: Any, options: FinetuneOptions, batch: Any) -> ExpectedResults:
     """Compute the results of an offloaded model. All ranks call this.
 
     Args:
@@ -62,7 +62,7 @@ def expected_of(model: Any, options: FinetuneOptions, batch: Any) -> Expected:
             merged adapters.
         batch: sequences that the logits are computed for."""
     with computing_merged(model) if options.merge else nullcontext():
-        return Expected(logits_of(model, batch), _encoded(model))
+        return ExpectedResults(logits_of(model, batch), _encoded(model))
 
 
 def logits_of(model: Any, batch: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
     return logits
 
 
-def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expected) -> None:
+def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: ExpectedResults) -> None:
     """Check that the saved model computes the expected logits.
 
     Args:

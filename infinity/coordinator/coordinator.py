@@ -21,18 +21,18 @@ from torch import nn
 from infinity import _native
 from infinity.base.accelerator import Accelerator
 from infinity.base.fork import in_forked_child
-from infinity.base.heap import Heap
+from infinity.base.heap import HeapTrimmer
 from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.base.timeline import Timeline
-from infinity.coordinator.counters import Counters
+from infinity.coordinator.counters import ModelCounters
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.readers import Readers
+from infinity.coordinator.readers import ParameterReaders
 from infinity.coordinator.transition import transition
 from infinity.coordinator.written_masters import WrittenMasters
 from infinity.durable import rng
 from infinity.durable.commits import Commits, facts_of
-from infinity.durable.optimizers import Checkpointed, Optimizers
-from infinity.durable.records import Body
+from infinity.durable.optimizers import CheckpointableOptimizer, ModelOptimizers
+from infinity.durable.records import GenerationBody
 from infinity.durable.tracked_objects import Stateful
 from infinity.errors import (
     InfinityError,
@@ -50,19 +50,19 @@ from infinity.sharded.parts_opening import open_broadcast, open_fetch_rules, ope
 from infinity.state.codec import Codec, encode
 from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
-from infinity.state.unit import Place, Unit
+from infinity.state.unit import ParameterPlace, Unit
 from infinity.tiers import state_parts
-from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
+from infinity.tiers.home import StateHome
+from infinity.tiers.resources import ModelResources
 from infinity.units.arrivals import BackwardPasses
 from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import UnitGradients, groups_of
-from infinity.units.health import Health
+from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
-from infinity.units.pump import Pump
+from infinity.units.pump import UpdatePump
 from infinity.units.released_parameters import ParameterLender, released_class, way_out
-from infinity.units.shadows import Shadows
-from infinity.units.speculation_choice import Predictable, SpeculationChoice, TimedChoice
+from infinity.units.shadows import ShadowMemory
+from infinity.units.speculation_choice import PredictableOptimizer, SpeculationChoice, TimedChoice
 from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
@@ -71,7 +71,7 @@ from infinity.units.weights import Residency
 logger = logging.getLogger(__name__)
 
 
-class CoordinatedOptimizer(Checkpointed, Predictable, Protocol):
+class CoordinatedOptimizer(CheckpointableOptimizer, PredictableOptimizer, Protocol):
     """Optimizer with all methods that the coordinator calls."""
 
 
@@ -103,17 +103,17 @@ class Coordinator(ParameterLender):
         self,
         units: Sequence[Unit],
         parameters: Sequence[dict[str, nn.Parameter]],
-        resources: Resources,
-        optimizers: Optimizers[CoordinatedOptimizer],
+        resources: ModelResources,
+        optimizers: ModelOptimizers[CoordinatedOptimizer],
         commits: Commits,
     ) -> None:
         self.resources = resources
         self.timeline = Timeline()
         self.world = resources.world
-        self.health = Health(self.world)
+        self.health = ModelHealth(self.world)
         # these errors mean that a disk or a rank no longer answers
         self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)
-        self.readers = Readers()
+        self.readers = ParameterReaders()
         self.optimizers = optimizers
         self.commits = commits
         self.steps = 0
@@ -124,7 +124,7 @@ class Coordinator(ParameterLender):
         self.masters = WrittenMasters()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
-        self._heap = Heap(resources.plan.budgets.limits.ram)
+        self._heap = HeapTrimmer(resources.plan.budgets.limits.ram)
         self._owners = {
             id(parameter): (unit.index, name)
             for unit, named in zip(units, parameters, strict=True)
@@ -148,7 +148,7 @@ class Coordinator(ParameterLender):
         pool, fetches = open_pool(resources, shards), open_fetch_rules(resources)
         self.fetcher = Fetcher(self.units, resources, self.update_queue, self.timeline, pool, fetches)
         self.unit_at = self.fetcher.unit_at
-        self.pump = Pump(resources, self.update_queue, commits, self.health, self.timeline)
+        self.pump = UpdatePump(resources, self.update_queue, commits, self.health, self.timeline)
         self._speculative_updates = SpeculativeUpdates(
             self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
@@ -182,19 +182,19 @@ class Coordinator(ParameterLender):
         self.masters.give(names)
 
     def supersede(self) -> None:
-        """Record that the model is being offloaded again (Health.supersede)."""
+        """Record that the model is being offloaded again (ModelHealth.supersede)."""
         self.health.supersede()
 
     def watch_readers(self, end_if_dead: Callable[[], None]) -> None:
-        """Register a function that ends interrupted calls of another kind (Readers.watch)."""
+        """Register a function that ends interrupted calls of another kind (ParameterReaders.watch)."""
         self.readers.watch(end_if_dead)
 
     def require_open(self) -> None:
-        """Check that the model is not closed (Health.require_open)."""
+        """Check that the model is not closed (ModelHealth.require_open)."""
         self.health.require_open()
 
     def fail(self, error: InfinityError) -> None:
-        """Record a failure, after which every call raises an error (Health.fail)."""
+        """Record a failure, after which every call raises an error (ModelHealth.fail)."""
         self.health.fail(error)
 
     def native_logs(self) -> tuple[_native.IOEngine, _native.UpdatePipeline]:
@@ -202,12 +202,12 @@ class Coordinator(ParameterLender):
         return self.resources.engine, self.resources.pipeline
 
     def extents(self) -> Iterator[Extent]:
-        """Return the extents of all states in the store (Resources.extents)."""
+        """Return the extents of all states in the store (ModelResources.extents)."""
         return self.resources.extents()
 
-    def counters(self) -> Counters:
+    def counters(self) -> ModelCounters:
         """Return the counters since the model was offloaded."""
-        return Counters(
+        return ModelCounters(
             io=self.resources.engine.counters(),
             updates=self.resources.pipeline.counters(),
             stalled_ns=self.timeline.stalled_ns(),
@@ -253,18 +253,18 @@ class Coordinator(ParameterLender):
         self.units[index].weights.bump()  # tensors saved for backward have the old values
         self.commits.touched()
 
-    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def places(self) -> Iterator[tuple[nn.Parameter, ParameterPlace]]:
         for unit in self.units:
             for index, group in enumerate(unit.full.groups):
                 for spec in group.specs:
-                    yield unit.parameters[spec.name], Place(unit.full, index, spec)
+                    yield unit.parameters[spec.name], ParameterPlace(unit.full, index, spec)
 
-    def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
+    def handle(self, parameter: nn.Parameter, place: ParameterPlace) -> GradientHandle:
         """Return the object to put into `parameter.grad` for a gradient that has landed."""
         return GradientHandle(parameter, weakref.ref(self), place)
 
     @uninterruptible
-    def gradient_value(self, place: Place) -> torch.Tensor:
+    def gradient_value(self, place: ParameterPlace) -> torch.Tensor:
         """Return a copy in RAM of a landed gradient, in the dtype of the gradient's buffer.
 
         Raises:
@@ -370,7 +370,7 @@ class Coordinator(ParameterLender):
             self.resources.synchronize_uploads()
 
     @transition
-    def gradient_sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+    def gradient_sum_squares(self, places: Iterable[ParameterPlace]) -> tuple[float, str]:
         """Return the sum of squares of landed gradients, and the first non-finite gradient's name ("" if none)."""
         self.gradients.synchronize()
         return self.gradients.sum_squares(places)
@@ -518,7 +518,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def begin_reading(self, end_if_dead: Callable[[], None]) -> None:
-        """Allow reads of parameters, because a forward begins. For the argument see Readers.begin_reading."""
+        """Allow reads of parameters, because a forward begins. For the argument see ParameterReaders.begin_reading."""
         self.readers.begin_reading(end_if_dead)
 
     @transition
@@ -595,7 +595,7 @@ class Coordinator(ParameterLender):
         self._fetch(unit)
 
     @transition
-    def set_gradient(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+    def set_gradient(self, place: ParameterPlace, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Land a parameter's gradient that was set by hand (GroupGradients.land).
 
         Raises:
@@ -606,7 +606,7 @@ class Coordinator(ParameterLender):
         self._set_by_hand(place)
         self._land(place, gradient, accumulate=accumulate)
 
-    def _set_by_hand(self, place: Place) -> None:
+    def _set_by_hand(self, place: ParameterPlace) -> None:
         """Undo speculation that used this gradient, because the gradient is now set, changed or cleared by hand."""
         if self.units[place.unit.index].speculative is not None:
             self._undo_speculation("a gradient was set, changed or cleared by hand")
@@ -618,7 +618,7 @@ class Coordinator(ParameterLender):
     def land_gradient(
         self,
         parameter: nn.Parameter,
-        place: Place,
+        place: ParameterPlace,
         gradient: torch.Tensor,
         handle: GradientHandle,
         *,
@@ -638,7 +638,7 @@ class Coordinator(ParameterLender):
             with self._failing_if_cut_off:
                 self._completed(self.gradients.complete(index))
 
-    def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+    def _land(self, place: ParameterPlace, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
         unit = self.units[place.unit.index]
         self.commits.tracking.gradients_came()
@@ -688,18 +688,18 @@ class Coordinator(ParameterLender):
             self._close_if_nobody_reads()
 
     @transition
-    def has_gradient(self, place: Place) -> bool:
+    def has_gradient(self, place: ParameterPlace) -> bool:
         return self.gradients.has(place)
 
     @transition
-    def drop_gradient(self, place: Place) -> None:
+    def drop_gradient(self, place: ParameterPlace) -> None:
         """Forget a gradient that no step will use."""
         if self.gradients.has(place):
             self._set_by_hand(place)
         self.gradients.of(place).drop(place.spec.name)
 
     @transition
-    def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
+    def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, ParameterPlace]]) -> None:
         """Forget gradients, set `.grad` to None, and undo speculative updates."""
         if self.update_queue.speculative:
             self._undo_speculation("the gradients were dropped without a step")
@@ -735,7 +735,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def enter(self, optimizer: CoordinatedOptimizer) -> None:
-        """Register an optimizer, so that every commit keeps its state (Optimizers.enter)."""
+        """Register an optimizer, so that every commit keeps its state (ModelOptimizers.enter)."""
         self.optimizers.enter(optimizer, self.commits.resumed)
 
     @transition
@@ -745,12 +745,12 @@ class Coordinator(ParameterLender):
 
     @transition
     def require_disjoint(self, optimizer: object, names: set[str]) -> None:
-        """Check that no other optimizer has some of these parameters (Optimizers.require_disjoint)."""
+        """Check that no other optimizer has some of these parameters (ModelOptimizers.require_disjoint)."""
         self.optimizers.require_disjoint(optimizer, names)
 
     @transition
     def require_entered(self, optimizer: object) -> None:
-        """Check that no other optimizer has replaced this one (Optimizers.require_entered)."""
+        """Check that no other optimizer has replaced this one (ModelOptimizers.require_entered)."""
         self.optimizers.require_entered(optimizer)
 
     @transition
@@ -851,7 +851,7 @@ class Coordinator(ParameterLender):
             self.fetcher.require_untouched()
 
     @transition
-    def set_to_itself(self, place: Place) -> None:
+    def set_to_itself(self, place: ParameterPlace) -> None:
         """Record that torch has set a parameter to itself (ParameterViews.set_to_itself)."""
         self.units[place.unit.index].views.set_to_itself(place.spec.name)
 
@@ -883,7 +883,7 @@ class Coordinator(ParameterLender):
 
     @contextmanager
     def gathering(self, *, grads: bool = False) -> Iterator[None]:
-        """Return a context in which parameters of every unit may be read (Readers.gathering)."""
+        """Return a context in which parameters of every unit may be read (ParameterReaders.gathering)."""
         try:
             with self.readers.gathering(grads=grads):
                 yield
@@ -944,21 +944,21 @@ class Coordinator(ParameterLender):
         self.resources.read_homes()
         self.fetcher.adopt()
 
-    def resume(self, step: int, run: str, body: Body) -> None:
+    def resume(self, step: int, run: str, body: GenerationBody) -> None:
         """Continue a run from one of its generations. The model already has the states of the generation."""
         self.at_step(step, run)
         self.commits.resume(step, body)
 
-    def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
+    def read_part(self, home: StateHome, begin: int, nbytes: int) -> torch.Tensor:
         """Return a range of bytes of a state at home (state_parts.read_part)."""
         return state_parts.read_part(self.resources, home, begin, nbytes)
 
-    def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
+    def write_parts(self, home: StateHome, new: Mapping[int, torch.Tensor]) -> None:
         """Write ranges of bytes to a state at home (state_parts.write_parts)."""
         state_parts.write_parts(self.resources, home, new)
 
     def write_home(
-        self, home: Home, data: memoryview, *, at: int = 0, io_class: _native.IOClassName = "weights"
+        self, home: StateHome, data: memoryview, *, at: int = 0, io_class: _native.IOClassName = "weights"
     ) -> Transfer:
         """Start to write a state to its home in the store, from byte offset `at` on."""
         return self.resources.require_store().write(home.stored(), data, at=at, io_class=io_class)
@@ -968,7 +968,7 @@ class Coordinator(ParameterLender):
         encode(name, values, codec, into, self.resources.pool)
 
     def synchronize_uploads(self) -> None:
-        """Wait for the uploads in flight (Resources.synchronize_uploads)."""
+        """Wait for the uploads in flight (ModelResources.synchronize_uploads)."""
         self.resources.synchronize_uploads()
 
     def residual_after_write(
@@ -1041,7 +1041,7 @@ class Coordinator(ParameterLender):
         self.commits.end(self.steps, broken=broken)
 
 
-def _open_shadows(shards: Sequence[Shard], resources: Resources) -> Shadows:
+def _open_shadows(shards: Sequence[Shard], resources: ModelResources) -> ShadowMemory:
     in_ram = [shards[index].local for index in sorted(resources.plan.placement.weights.in_ram)]
     sizes = [unit.home_bytes for unit in in_ram if unit.trained_whole]
-    return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)
+    return ShadowMemory(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

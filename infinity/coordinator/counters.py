@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.base.timeline import Cause
-from infinity.units.speculation_choice import Counts
+from infinity.units.speculation_choice import UpdateCounts
 
 
 @dataclass(frozen=True)
-class Counters:
+class ModelCounters:
     """Counters since the model was offloaded.
 
     Attributes:
@@ -18,7 +18,7 @@ class Counters:
         updates: counters of the update pipeline.
         stalled_ns: time that the training loop waited, by cause.
         idle_s: time that the device was idle while the loop waited, in seconds.
-        speculation: numbers of speculative updates and of other updates (units/speculation_choice.py: Counts).
+        speculation: numbers of speculative updates and of other updates (units/speculation_choice.py: UpdateCounts).
         committed: step of the newest durable generation; None without a durable generation.
         arena_bytes: bytes of pinned RAM.
         engine: name of the I/O engine.
@@ -28,7 +28,7 @@ class Counters:
     updates: Mapping[str, int]
     stalled_ns: Mapping[Cause, int]
     idle_s: float
-    speculation: Counts
+    speculation: UpdateCounts
     committed: int | None
     arena_bytes: int
     engine: str

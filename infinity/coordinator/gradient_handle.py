@@ -10,13 +10,14 @@ torch.amp.GradScaler passes its scale to the optimizer in one of two ways:
 
 The check and the multiplication are one operation in torch, which is dispatched to the handles. The handles answer the
 check from the sums of squares that were computed when the gradients landed, and store the factor
-(`Factors.inverse_scale`).
+(`GradientFactors.inverse_scale`).
 
 [Note: torch's clipping]
 torch.nn.utils.clip_grad_norm_ requests the norm of each gradient and multiplies each gradient by one factor. The
-handles compute the norm from the same sums of squares, and store the factor (`Factors.clip`) separately from the loss
-scale. The loss scale is the same for all gradients of a step, and a speculative update expects the loss scale not to
-change. A clip factor belongs to one parameter, and a step with a factor other than 1 makes speculative updates wrong.
+handles compute the norm from the same sums of squares, and store the factor (`GradientFactors.clip`) separately from
+the loss scale. The loss scale is the same for all gradients of a step, and a speculative update expects the loss scale
+not to change. A clip factor belongs to one parameter, and a step with a factor other than 1 makes speculative updates
+wrong.
 
 [Note: reductions]
 Values that code logs about gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) are computed from a
@@ -38,20 +39,20 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from infinity.errors import ReleasedParameterError
-from infinity.state.unit import Place
-from infinity.units.gradients import GradientGroup, Gradients
+from infinity.state.unit import ParameterPlace
+from infinity.units.gradients import GroupGradientsView, ModelGradients
 
 
-class Holder(Protocol):
+class GradientOwner(Protocol):
     """Owner of the gradients of a model."""
 
-    gradients: Gradients
+    gradients: ModelGradients
 
-    def gradient_value(self, place: Place) -> torch.Tensor: ...
+    def gradient_value(self, place: ParameterPlace) -> torch.Tensor: ...
 
 
 @dataclass
-class Factors:
+class GradientFactors:
     """Factors by which a gradient is still to be multiplied.
 
     Attributes:
@@ -80,18 +81,22 @@ class GradientHandle(torch.Tensor):
         factors: factors to share with other handles; None: new factors.
     """
 
-    factors: Factors
-    _holder: weakref.ref[Holder]
-    _place: Place
+    factors: GradientFactors
+    _holder: weakref.ref[GradientOwner]
+    _place: ParameterPlace
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, holder: weakref.ref[Holder], place: Place, factors: Factors | None = None
+        cls,
+        like: torch.Tensor,
+        holder: weakref.ref[GradientOwner],
+        place: ParameterPlace,
+        factors: GradientFactors | None = None,
     ) -> GradientHandle:
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=place.group.dtype, device=like.device
         )
-        handle.factors = factors or Factors()
+        handle.factors = factors or GradientFactors()
         handle._holder, handle._place = holder, place
         return handle
 
@@ -134,14 +139,14 @@ class GradientHandle(torch.Tensor):
     def value(self) -> torch.Tensor:
         """Return a copy of the gradient on the parameter's device, with all factors applied.
 
-        Raises the errors of `_landed` and Holder.gradient_value.
+        Raises the errors of `_landed` and GradientOwner.gradient_value.
         """
         self._landed()
         value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
 
-    def _landed(self) -> GradientGroup:
+    def _landed(self) -> GroupGradientsView:
         """Return the gradients of the parameter's group, which include this gradient.
 
         Raises:
@@ -156,7 +161,7 @@ class GradientHandle(torch.Tensor):
             )
         return landed
 
-    def _held(self) -> Holder:
+    def _held(self) -> GradientOwner:
         holder = self._holder()
         if holder is None:
             raise ReleasedParameterError("this gradient is gone: its offloaded model no longer exists")
@@ -251,7 +256,7 @@ def _multiply_each(gradients: Sequence[torch.Tensor], factor: Any) -> None:
         gradient.mul_(factor)
 
 
-class _LastNumber:
+class _LastValueCache:
     """Cache of one number: the value of the tensor that was read last.
 
     torch multiplies every gradient by the same tensor, and reading this tensor from a GPU waits for all queued work.
@@ -270,7 +275,7 @@ class _LastNumber:
         return value
 
 
-_last_number = _LastNumber()
+_last_number = _LastValueCache()
 
 
 def _number(value: Any) -> float:

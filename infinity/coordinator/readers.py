@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 from infinity.units.released_parameters import in_backward
 
 
-class Readers:
+class ParameterReaders:
     """Forwards, backwards and contexts that may read parameters now.
 
     Invariant: while nothing may read, every parameter has the released class. The coordinator closes all parameters

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.base import interrupt
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.structure import Structure
-from infinity.errors import ModelError, TooLateError
-from infinity.state.unit import Place
+from infinity.coordinator.structure import ModelStructure
+from infinity.errors import ModelError, ReoffloadError
+from infinity.state.unit import ParameterPlace
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Reoffload = Callable[[nn.Module, Callable[[], Any] | None], Any]
 
 
 @dataclass(frozen=True)
-class _Offloaded:
+class _OffloadedModel:
     """Entry of an offloaded model.
 
     Attributes:
@@ -43,13 +43,13 @@ class _Offloaded:
     coordinator: Coordinator
     hooks: Sequence[RemovableHandle]
     reoffload: Reoffload
-    structure: Structure
+    structure: ModelStructure
     end: weakref.finalize[..., nn.Module]
 
 
 _entered = [0]
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_models: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, _OffloadedModel] = weakref.WeakKeyDictionary()
 
 
 def enter(
@@ -57,7 +57,7 @@ def enter(
     coordinator: Coordinator,
     hooks: Sequence[RemovableHandle],
     reoffload: Reoffload,
-    structure: Structure,
+    structure: ModelStructure,
 ) -> None:
     """Record an offloaded model. Its coordinator is closed when the model is collected, or at exit.
 
@@ -65,12 +65,12 @@ def enter(
         model: the model.
         coordinator: coordinator of the model.
         hooks: hooks on the model's parameters.
-        reoffload: function as in _Offloaded; it must not keep the model alive.
-        structure: structure as in _Offloaded; it must not keep the model alive.
+        reoffload: function as in _OffloadedModel; it must not keep the model alive.
+        structure: structure as in _OffloadedModel; it must not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
-    _models[model] = _Offloaded(coordinator, hooks, reoffload, structure, end)
+    _models[model] = _OffloadedModel(coordinator, hooks, reoffload, structure, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
 
@@ -110,9 +110,9 @@ def give_back_signals() -> None:
         interrupt.give_back()
 
 
-def find(parameter: nn.Parameter) -> tuple[Coordinator, Place] | None:
+def find(parameter: nn.Parameter) -> tuple[Coordinator, ParameterPlace] | None:
     """Return the coordinator and the place of a parameter; None when the parameter is not offloaded."""
-    found: tuple[Coordinator, Place] | None = _places.get(parameter)
+    found: tuple[Coordinator, ParameterPlace] | None = _places.get(parameter)
     return found
 
 
@@ -148,7 +148,7 @@ def reoffload(model: nn.Module, change: Callable[[], Any]) -> Any:
     """Change an offloaded model while its parameters are deferred, and offload the model again.
 
     Raises:
-        TooLateError: the model cannot be offloaded again. The message says what to do, and nothing was changed.
+        ReoffloadError: the model cannot be offloaded again. The message says what to do, and nothing was changed.
         others: the errors of infinity.offload and of `change`.
     """
     return _models[model].reoffload(model, change)
@@ -161,8 +161,8 @@ def reoffload_if_changed(parameters: Iterable[object]) -> None:
     offloaded. Only models that have some of these parameters are checked.
 
     Raises:
-        TooLateError: trained parameters have no states, and the model cannot be offloaded again. The message says what
-            to do.
+        ReoffloadError: trained parameters have no states, and the model cannot be offloaded again. The message says
+            what to do.
         others: the errors of infinity.offload.
     """
     wanted = {id(each) for each in parameters}
@@ -178,7 +178,7 @@ def reoffload_if_changed(parameters: Iterable[object]) -> None:
             continue
         try:
             offloaded.reoffload(model, None)
-        except TooLateError as error:
+        except ReoffloadError as error:
             if replaced or any(trained and not planned.get(parameter) for parameter, trained in now.items()):
                 raise
             logger.info("frozen parameters keep their optimizer states: %s", error)

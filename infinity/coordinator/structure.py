@@ -9,7 +9,7 @@ from torch import nn
 from infinity.errors import ModelError
 
 
-class Structure:
+class ModelStructure:
     """The modules and parameters of a model when it was offloaded. A module that replaces another has no hooks."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         difference: first difference that was found; None if all bits are equal.
-        wide_root: argument of Scratch with which all bits are equal.
+        wide_root: argument of ScratchFile with which all bits are equal.
     """
 
     difference: Difference | None

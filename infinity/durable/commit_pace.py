@@ -15,7 +15,7 @@ from infinity.plan.commit_frequency import CommitFrequency, affordable_every
 logger = logging.getLogger(__name__)
 
 
-class CommitPace:
+class CommitSchedule:
     """The decision which steps are committed.
 
     A run that measures N commits its first two steps, to measure the cost of a commit and the time of a step. After

@@ -19,18 +19,18 @@ from typing import Any
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
-from infinity.durable.commit_pace import CommitPace
+from infinity.durable.commit_pace import CommitSchedule
 from infinity.durable.generation_maker import GenerationMaker
-from infinity.durable.optimizers import Optimizers
-from infinity.durable.records import Body, ModelRecord
+from infinity.durable.optimizers import ModelOptimizers
+from infinity.durable.records import GenerationBody, ModelRecord
 from infinity.durable.resumed_generation import ResumedGeneration
-from infinity.durable.tracked_objects import LoopState, Stateful, Tracking
+from infinity.durable.tracked_objects import LoopState, Stateful, TrackedObjects
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import wait_all
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class Commits:
 
     def __init__(
         self,
-        resources: Resources,
-        optimizers: Optimizers[Any],
+        resources: ModelResources,
+        optimizers: ModelOptimizers[Any],
         maker: GenerationMaker,
         model: ModelRecord,
         buffers: Callable[[], dict[str, Any]],
@@ -96,14 +96,14 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._maker = maker
-        self._pace = CommitPace(resources.plan.placement.commits, agreed=maker.agrees_on_pace)
+        self._pace = CommitSchedule(resources.plan.placement.commits, agreed=maker.agrees_on_pace)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written outside of a step after the newest generation was begun
         self._waited = False  # after the commit was begun, a forward began before the loop reached its top
         self._several_steps_an_item = False
         self._closing = False
-        self.tracking = Tracking(optimizers.checkpoint, buffers)
+        self.tracking = TrackedObjects(optimizers.checkpoint, buffers)
         self.resumed: ResumedGeneration | None = None
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
@@ -111,7 +111,7 @@ class Commits:
         resumed = self.resumed
         self.tracking.take(objects, named, (lambda *_: None) if resumed is None else resumed.give_back)
 
-    def resume(self, step: int, body: Body) -> None:
+    def resume(self, step: int, body: GenerationBody) -> None:
         """Record that the run is resumed from the generation of `step`."""
         self.resumed = ResumedGeneration(step, body)
 
@@ -474,7 +474,7 @@ class Commits:
             )
 
 
-def facts_of(resources: Resources) -> dict[str, Any]:
+def facts_of(resources: ModelResources) -> dict[str, Any]:
     """Return the facts about the states in a store. A run that resumes from the store must have the same facts."""
     groups = [states for unit in resources.units for states in unit.states.values()]
     codecs = sorted({str(group.codec) for unit in resources.units for group, _ in unit.weights.encoded()})

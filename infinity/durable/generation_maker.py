@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from infinity.durable.commit_pace import CommitPace
+from infinity.durable.commit_pace import CommitSchedule
 from infinity.io.generations import Generations
 
 
@@ -26,20 +26,20 @@ class GenerationMaker(Protocol):
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         """Make generation `step`. Its states must already be durable. Raises the errors of Generations.prepare."""
 
-    def payload(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitSchedule) -> list[int]:
         """Return the report that this rank sends to the other ranks before each step.
 
         The report has the number of steps between commits that this process measured, and the steps of its generations.
         The report of a single process is empty.
         """
 
-    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitSchedule, following: int) -> None:
         """Process the reports of all ranks while no write is in flight.
 
         Remove generations that some ranks do not have. `following` is the next step.
         """
 
-    def agree(self, what: str, pace: CommitPace, following: int) -> None:
+    def agree(self, what: str, pace: CommitSchedule, following: int) -> None:
         """Send this rank's report to all ranks, and process the reports of all ranks.
 
         `what` names the operation in errors. Raises PeerError.
@@ -62,13 +62,13 @@ class LocalGenerationMaker:
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         generations.make(step, facts, body)
 
-    def payload(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitSchedule) -> list[int]:
         return []
 
-    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitSchedule, following: int) -> None:
         return
 
-    def agree(self, what: str, pace: CommitPace, following: int) -> None:
+    def agree(self, what: str, pace: CommitSchedule, following: int) -> None:
         return
 
     def require_made(self, step: int) -> None:

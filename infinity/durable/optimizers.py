@@ -9,7 +9,7 @@ from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ModelError
 
 
-class Checkpointed(Protocol):
+class CheckpointableOptimizer(Protocol):
     """Interface through which commits read and restore an optimizer."""
 
     def names(self) -> set[str]: ...
@@ -21,10 +21,10 @@ class Checkpointed(Protocol):
     def restore_hyperparameters(self, saved: OptimizerRecord) -> None: ...
 
 
-T = TypeVar("T", bound=Checkpointed)
+T = TypeVar("T", bound=CheckpointableOptimizer)
 
 
-class Optimizers(Generic[T]):
+class ModelOptimizers(Generic[T]):
     """The optimizers of a model, in the order of their creation."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from pydantic import AfterValidator, Field, PlainValidator, ValidationError, model_validator
 
 from infinity.errors import ConfigError
-from infinity.io.schema import COUNT_MAX, Count, Name, Record, Text, first_problem, require_unique, validated
+from infinity.io.schema import COUNT_MAX, Count, DiskRecord, Name, Text, first_problem, require_unique, validated
 from infinity.sizes import round_up
 from infinity.state.moments import KEPT
 from infinity.state.unit import ELEMENT_ALIGNMENT
@@ -36,7 +36,7 @@ def _tensor_name(name: str) -> str:
 _TensorName = Annotated[Name, AfterValidator(_tensor_name)]
 
 
-class GroupRecord(Record):
+class GroupRecord(DiskRecord):
     """A group of a unit's parameters (state/unit.py). `numel` is the number of elements of its flat buffers, including
     alignment gaps.
 
@@ -68,7 +68,7 @@ class GroupRecord(Record):
         return self
 
 
-class ParameterRecord(Record):
+class ParameterRecord(DiskRecord):
     """A parameter, which consists of the elements [offset, offset + numel) of its group.
 
     Attributes:
@@ -89,7 +89,7 @@ class ParameterRecord(Record):
         return math.prod(self.shape)
 
 
-class ModelRecord(Record):
+class ModelRecord(DiskRecord):
     """The facts about the model that a program needs to read the states.
 
     Attributes:
@@ -135,7 +135,7 @@ class ModelRecord(Record):
         return {name: each.shape for each in self.parameters for name in (each.name, *each.aliases)}
 
 
-class ParameterProgress(Record):
+class ParameterProgress(DiskRecord):
     """The number of optimizer steps of a parameter, and the moments of the parameter that already exist, by torch's
     names."""
 
@@ -195,7 +195,7 @@ def _short(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, bool | float) else f"a {type(value).__name__}"
 
 
-class OptimizerRecord(Record):
+class OptimizerRecord(DiskRecord):
     """An optimizer without its tensors.
 
     Attributes:
@@ -278,7 +278,7 @@ def _buffers(value: Any) -> dict[str, torch.Tensor]:
     return value
 
 
-class Body(Record):
+class GenerationBody(DiskRecord):
     """The body of a generation.
 
     Attributes:
@@ -300,7 +300,7 @@ class Body(Record):
     unsure: str = ""
 
     @model_validator(mode="after")
-    def _sound(self) -> Body:
+    def _sound(self) -> GenerationBody:
         """Check that optimizers and buffers fit the model's parameters."""
         trainable = {(group.unit, group.group) for group in self.model.groups if group.trainable}
         known = {each.name: (each.unit, each.group) in trainable for each in self.model.parameters}
@@ -321,6 +321,6 @@ class Body(Record):
         return {name: list(each.begun) for optimizer in self.optimizers for name, each in optimizer.state.items()}
 
 
-def parse_body(value: dict[str, Any], source: object) -> Body:
+def parse_body(value: dict[str, Any], source: object) -> GenerationBody:
     """Parse the body of a manifest. Raises ManifestError, which names `source` and the field."""
-    return validated(Body, value, source)
+    return validated(GenerationBody, value, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from infinity.durable import rng
-from infinity.durable.records import Body, OptimizerRecord
+from infinity.durable.records import GenerationBody, OptimizerRecord
 from infinity.durable.tracked_objects import Stateful, is_data
 from infinity.errors import ResumeError, printable
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 class ResumedGeneration:
     """The generation from which a run was resumed. This object is used until the first step is done."""
 
-    def __init__(self, step: int, body: Body) -> None:
+    def __init__(self, step: int, body: GenerationBody) -> None:
         self.step = step
         self.body = body
         self.unclaimed = set(body.tracked)

@@ -59,7 +59,7 @@ class LoopState:
     graphs: bool
 
 
-class Tracking:
+class TrackedObjects:
     """The tracked objects of one run, by name.
 
     Args:
@@ -244,7 +244,7 @@ def is_data(item: Any) -> bool:
     return isinstance(item, Iterable) and not isinstance(item, nn.Module) and not hasattr(item, "__getitem__")
 
 
-class _Pass:
+class _TrackedIterator:
     """An iterator that reports each request for an item, and each item that it has returned."""
 
     def __init__(self, inner: Iterator[Any], asked: Callable[[], None], given: Callable[[], None]) -> None:
@@ -252,7 +252,7 @@ class _Pass:
         self._asked, self._given = asked, given
         self._first = True
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _TrackedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -280,7 +280,7 @@ def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> N
     def begin(self: Any) -> Any:
         asked()
         inner = base.__iter__(self)
-        return inner if inner is self else _Pass(inner, asked, given)
+        return inner if inner is self else _TrackedIterator(inner, asked, given)
 
     def give(self: Any) -> Any:
         asked()

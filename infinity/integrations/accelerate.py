@@ -22,15 +22,15 @@ from torch import nn
 from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ResumeError
-from infinity.integrations.checkpoint_folders import Saving, is_at, letting_go, pins_for
+from infinity.integrations.checkpoint_folders import CheckpointFolderSave, is_at, pins_for, unpinning_removed_folders
 from infinity.integrations.patches import Patches, patched
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred_parameters import is_deferred
 from infinity.runtime.memory_fit import fits_memory
 
 
-def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:
+def replace_preparing(run: ScriptRun, patches: Patches, accelerator: ModuleType) -> None:
     """Replace methods of accelerate's Accelerator.
 
     With the replacements, a model that is prepared for evaluation is offloaded without optimizer states. Weights that
@@ -44,18 +44,18 @@ def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> No
     patches.wrap(kind, "load_state", _load_state(run))
 
 
-def replace_beginning(run: Run, patches: Patches, trainer: ModuleType) -> None:
+def replace_beginning(run: ScriptRun, patches: Patches, trainer: ModuleType) -> None:
     """Make a Trainer's settings take precedence over those of its Accelerator."""
     patches.wrap(trainer.Trainer, "create_accelerator_and_postprocess", _of_a_trainer(run))
 
 
-def _init(run: Run) -> Callable[..., None]:
+def _init(run: ScriptRun) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         run.made_accelerator()
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
-        run.wish(
+        run.add_facts(
             pins=pins_for(None if limit is None else max(int(limit), 1)),
             accumulation_steps=_accumulation_steps(self, inspect.signature(original).bind(self, *args, **kwargs)),
         )
@@ -73,21 +73,21 @@ def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int 
     return steps if said or steps > 1 else None
 
 
-def _of_a_trainer(run: Run) -> Callable[..., None]:
+def _of_a_trainer(run: ScriptRun) -> Callable[..., None]:
     """Return a replacement that keeps two settings of a Trainer, which its Accelerator would change.
 
     The settings are the number of checkpoint folders, and the number of backward passes before a step.
     """
 
     def create(original: Callable[..., None], self: Any) -> None:
-        before = run.wishes
+        before = run.facts
         original(self)
-        run.wish(pins=before.pins, accumulation_steps=before.accumulation_steps)
+        run.add_facts(pins=before.pins, accumulation_steps=before.accumulation_steps)
 
     return create
 
 
-def _prepare_model(run: Run) -> Callable[..., Any]:
+def _prepare_model(run: ScriptRun) -> Callable[..., Any]:
     def prepare(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         evaluated = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
         if evaluated and is_deferred(model) and model not in run.trained:
@@ -105,8 +105,8 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
     if folder is None:  # accelerate itself raises the error
         return original(self, output_dir, *args, **kwargs)
     with (
-        Saving(trained, folder) as saving,
-        letting_go(trained),
+        CheckpointFolderSave(trained, folder) as saving,
+        unpinning_removed_folders(trained),
         nullcontext() if fits_memory(trained) else _streamed(self, trained),
     ):
         location = original(self, output_dir, *args, **kwargs)
@@ -136,7 +136,7 @@ def _streamed(accelerator: Any, model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _load_state(run: Run) -> Callable[..., None]:
+def _load_state(run: ScriptRun) -> Callable[..., None]:
     def load(original: Callable[..., None], self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         trained, folder = _trained(self), _folder_to_load(self, input_dir)
         if trained is None or folder is None:
@@ -156,7 +156,7 @@ def _load_state(run: Run) -> Callable[..., None]:
     return load
 
 
-def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
+def _require_there(model: nn.Module, folder: Path, run: ScriptRun) -> None:
     """Raise ResumeError if the model does not have the states of the generation that a folder pins."""
     marker = require_marker(folder_path(folder))
     if is_at(model, marker):

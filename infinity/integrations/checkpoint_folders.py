@@ -27,10 +27,10 @@ from infinity.coordinator import registry
 from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
-from infinity.io.pins import Marker, read_pins
+from infinity.io.pins import PinMarker, read_pins
 from infinity.io.rank_paths import place_of
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,12 @@ def _held_by(model: nn.Module) -> dict[Path, int]:
     return {} if keeps_generations(model) and registry.coordinator_of(model).closed else folders_of(model)
 
 
-def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
+def resume_from_folder(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
     """Offload a model with the states that it had when the run wrote a checkpoint folder.
 
     The number of pins in the store does not change, even if the script now keeps another number of folders. If the
-    script keeps more folders than the store has pins, the older folders get a portable copy of their states (`Saving`).
+    script keeps more folders than the store has pins, the older folders get a portable copy of their states
+    (`CheckpointFolderSave`).
 
     Args:
         model: the model to offload.
@@ -102,7 +103,7 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
 
 def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> SwapConfig:
     tile_as_run(model, config)
-    pins = pins_in_store(model, Terms.of(config, **how))
+    pins = pins_in_store(model, OffloadArguments.of(config, **how))
     if pins != config.pins:
         fewer = "; if more checkpoint folders are kept, the older folders get a portable copy of their states"
         logger.warning(
@@ -116,7 +117,7 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
     return config.model_copy(update={"pins": pins})
 
 
-class Saving:
+class CheckpointFolderSave:
     """A context manager around the writing of one checkpoint folder. The first call of `finish` pins the folder's
     generation; later calls do nothing.
 
@@ -124,7 +125,7 @@ class Saving:
         PlanError: the store has no room for one more pin. Nothing was written.
     """
 
-    open_now: ClassVar[list[Saving]] = []
+    open_now: ClassVar[list[CheckpointFolderSave]] = []
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self._model = model
@@ -144,7 +145,7 @@ class Saving:
                 folder,
             )
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> CheckpointFolderSave:
         self.open_now.append(self)
         return self
 
@@ -192,7 +193,7 @@ def name_vanished(model: nn.Module) -> None:
 
 
 @contextmanager
-def letting_go(model: nn.Module) -> Iterator[None]:
+def unpinning_removed_folders(model: nn.Module) -> Iterator[None]:
     """In the `with` block, unpin each checkpoint folder before shutil.rmtree removes the folder.
 
     Because of this order, a crash cannot leave a pin of a removed folder. Folders that were missing before the block
@@ -228,7 +229,7 @@ def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
     return remove
 
 
-def is_at(model: nn.Module, marker: Marker) -> bool:
+def is_at(model: nn.Module, marker: PinMarker) -> bool:
     """Return whether an offloaded model has the states that a checkpoint folder pins."""
     return registry.coordinator_of(model).is_at(marker.run, marker.step)
 

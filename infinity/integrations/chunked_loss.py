@@ -4,8 +4,8 @@
 A causal model calls its head, may scale and cap the logits, and passes the logits and the labels to `loss_function`. At
 this time all logits are in memory. To save this memory, infinity computes the loss already when the head is called,
 from the weights of the head and the labels that the model was called with (runtime/cross_entropy.py). The head returns
-a `_Logits`, which is a tensor without values. A `_Logits` records the operations that the model applies to the logits.
-Later, `loss_function` returns the loss that was computed in the call of the head.
+a `_PlaceholderLogits`, which is a tensor without values. A `_PlaceholderLogits` records the operations that the model
+applies to the logits. Later, `loss_function` returns the loss that was computed in the call of the head.
 
 A trial call on a few tokens shows whether the loss of a model can be computed in this way, and which operations the
 model applies to its logits.
@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from infinity.errors import InfinityError, ModelError
-from infinity.runtime.cross_entropy import Loss, cross_entropy
-from infinity.runtime.guards import Guard
+from infinity.runtime.cross_entropy import ChunkedLossOptions, cross_entropy
+from infinity.runtime.guards import UncopyableHook
 from infinity.runtime.tiles import TiledLinear
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _language_model(model: nn.Module) -> tuple[Any, nn.Module] | None:
 
 
 @dataclass
-class _Call:
+class _LabelledCall:
     """A call of the model with labels.
 
     Attributes:
@@ -133,7 +133,7 @@ class _UnreadableError(ModelError):
     """An operation needs the values of logits, but these logits were not computed."""
 
 
-class _ChunkedLoss(Guard):
+class _ChunkedLoss(UncopyableHook):
     """Replacement of a model's `loss_function`. It also observes the calls of the model and of the model's head.
 
     Attributes:
@@ -198,14 +198,14 @@ class _ChunkedLoss(Guard):
             return  # if only shift_labels are given, the model computes no loss
         if targets is None:
             targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
-        self._here.call = _Call(targets, given.get("num_items_in_batch"), labels)
+        self._here.call = _LabelledCall(targets, given.get("num_items_in_batch"), labels)
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._here.call = None
 
     def _of_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the loss in place of the head's forward. Return `_Logits` without values."""
-        call: _Call | None = getattr(self._here, "call", None)
+        """Compute the loss in place of the head's forward. Return `_PlaceholderLogits` without values."""
+        call: _LabelledCall | None = getattr(self._here, "call", None)
         weight, bias = self._head.weight, self._head.bias
         if (
             call is None
@@ -217,16 +217,16 @@ class _ChunkedLoss(Guard):
             return nn.functional.linear(hidden, weight, bias)
         if self.steps is None:
             call.raw = nn.functional.linear(hidden, weight, bias)
-            return _Logits.of(call.raw.shape, call.raw.dtype, whole=call.raw)
+            return _PlaceholderLogits.of(call.raw.shape, call.raw.dtype, whole=call.raw)
         loss = _loss_after(self.steps, call.divisor)
-        blank = _Logits.of((*hidden.shape[:-1], self._head.out_features), hidden.dtype)
+        blank = _PlaceholderLogits.of((*hidden.shape[:-1], self._head.out_features), hidden.dtype)
         call.loss, logits = cross_entropy(hidden, weight, bias, call.targets.to(hidden.device), loss, blank)
         return logits
 
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace `loss_function`: return the loss that was computed in the call of the head."""
-        call: _Call | None = getattr(self._here, "call", None)
-        if not isinstance(logits, _Logits):
+        call: _LabelledCall | None = getattr(self._here, "call", None)
+        if not isinstance(logits, _PlaceholderLogits):
             return ForCausalLMLoss(logits, labels, *args, **kwargs)
         if call is None or labels is not call.labels or kwargs.get("ignore_index", _IGNORED) != _IGNORED:
             raise _UnreadableError("its loss uses other labels than those that the model was called with")
@@ -245,7 +245,7 @@ class _ChunkedLoss(Guard):
         return call.loss
 
 
-def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
+def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> ChunkedLossOptions:
     """Return the function that computes the loss of logits to which the operations `steps` are applied.
 
     Raise _UnreadableError if `steps` has operations other than scaling and capping.
@@ -257,10 +257,10 @@ def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
         if kind == "tanh":
             raise _UnreadableError("it does more with its logits than scaling and capping")
         scale *= number if kind == "times" else 1.0 / number
-    return Loss(scale, cap, divisor)
+    return ChunkedLossOptions(scale, cap, divisor)
 
 
-class _Logits(torch.Tensor):
+class _PlaceholderLogits(torch.Tensor):
     """Logits that have a shape but no values.
 
     Attributes:
@@ -274,15 +274,15 @@ class _Logits(torch.Tensor):
     @classmethod
     def of(
         cls, shape: Any, dtype: torch.dtype, steps: tuple[Step, ...] = (), whole: torch.Tensor | None = None
-    ) -> _Logits:
-        made: _Logits = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"))
+    ) -> _PlaceholderLogits:
+        made: _PlaceholderLogits = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"))
         made.steps, made.whole = steps, whole
         return made
 
-    def after(self, func: Callable[..., Any], args: Any, kwargs: Any, *steps: Step) -> _Logits:
+    def after(self, func: Callable[..., Any], args: Any, kwargs: Any, *steps: Step) -> _PlaceholderLogits:
         whole = None if self.whole is None else func(self.whole, *args, **kwargs)
         like = self if whole is None else whole
-        return _Logits.of(like.shape, like.dtype, (*self.steps, *steps), whole)
+        return _PlaceholderLogits.of(like.shape, like.dtype, (*self.steps, *steps), whole)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"logits of shape {tuple(self.shape)}, which were never computed (infinity.use_chunked_loss)"
@@ -296,7 +296,7 @@ class _Logits(torch.Tensor):
         logits, *others = args
         number = others[0] if len(others) == 1 and isinstance(others[0], int | float) else None
         kind = _STEPS.get(name)
-        if isinstance(logits, _Logits):
+        if isinstance(logits, _PlaceholderLogits):
             if kind == "tanh" or (kind is not None and number is not None):
                 return logits.after(func, others, kwargs, (kind, float(number or 0)))
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):

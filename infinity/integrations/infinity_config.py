@@ -29,13 +29,13 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infinity.base.fork import in_this_process
-from infinity.checkpoint.load import Files, scratch_directory
+from infinity.checkpoint.load import CheckpointTensors, scratch_directory
 from infinity.checkpoint.safetensors_reader import names_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError, ResumeError
 from infinity.integrations.checkpoint_folders import is_at
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred_parameters import defer, is_deferred
 from infinity.runtime.offload import move_buffers
@@ -48,7 +48,7 @@ except ImportError:  # this is transformers 4, which InfinityConfig refuses
 logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
-_runs: dict[str, Run] = {}
+_runs: dict[str, ScriptRun] = {}
 """The run of each swap config.
 
 The key is the swap config as JSON. Models with the same swap config share one run, and so share the memory that the
@@ -108,14 +108,14 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return super().from_dict(given, return_unused_kwargs, **kwargs)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> ScriptRun:
         """The run that all models with this swap config share.
 
         Some of these models may be resumed from checkpoint folders.
         """
         key = self.swap.model_dump_json()
         if key not in _runs:
-            _runs[key] = Run(self.swap)
+            _runs[key] = ScriptRun(self.swap)
         return _runs[key]
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
             run.close(failed=False)
 
 
-def run_of(parameters: list[Any]) -> Run | None:
+def run_of(parameters: list[Any]) -> ScriptRun | None:
     """Return the run of a loaded model that has some of these parameters."""
     return next((run for run in _runs.values() if run.owner_of(parameters) is not None), None)
 
@@ -141,7 +141,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: InfinityConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._run, self._resume = quantization_config.run, quantization_config.resume
-        self._keep: _Keep | None = None
+        self._keep: _KeepInFiles | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -169,7 +169,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         return self._kept
 
     @property
-    def _kept(self) -> _Keep:
+    def _kept(self) -> _KeepInFiles:
         assert self._keep is not None, "transformers has not made the model"
         return self._keep
 
@@ -183,7 +183,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
                 "until they are offloaded, which works with safetensors files only. Load the model without "
                 "quantization_config, and save it with save_pretrained once."
             )
-        self._keep = _Keep(files, self._run.config)
+        self._keep = _KeepInFiles(files, self._run.config)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
@@ -198,7 +198,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         move_buffers(model, self._run.device)
         self._run.loaded(model)
         if self._resume is not None:
-            self._run.goes_on(model, self._resume)
+            self._run.remember_folder(model, self._resume)
             _take_weights_from(self._run, self._resume, model)
 
     @property
@@ -213,7 +213,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
+def _take_weights_from(run: ScriptRun, folder: Path, model: Any) -> None:
     """Make load_state_dict of a resumed model do nothing.
 
     A Trainer would load the folder's weights into the model, but the model already has the same weights from the
@@ -223,7 +223,7 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
     # the marker is read now, because a Trainer removes the folder when newer folders exist
     marker = require_marker(folder)
 
-    def goes_on(model: nn.Module) -> bool:
+    def resumes(model: nn.Module) -> bool:
         """Return whether the model has, or will have when it is offloaded, the states of the folder's generation."""
         if is_deferred(model):
             return run.began_from(model) is not None
@@ -231,19 +231,19 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
         return registry.is_offloaded(whole) and is_at(whole, marker)
 
     def load_nothing(model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
-        if goes_on(model):
+        if resumes(model):
             logger.warning("infinity: load_state_dict changes nothing: the weights are those of %s", folder)
             state_dict.clear()
 
     def miss_nothing(model: nn.Module, keys: Any) -> None:
-        if goes_on(model):
+        if resumes(model):
             keys.missing_keys.clear()
 
     model.register_load_state_dict_pre_hook(load_nothing)
     model.register_load_state_dict_post_hook(miss_nothing)
 
 
-class _Keep(ConversionOps):  # type: ignore[misc]
+class _KeepInFiles(ConversionOps):  # type: ignore[misc]
     """A conversion that replaces each parameter of a checkpoint by a parameter on the meta device.
 
     If no file has a tensor in the form that the model needs, the tensor is written to a scratch directory. The scratch
@@ -300,12 +300,12 @@ class _Keep(ConversionOps):  # type: ignore[misc]
                     "Install transformers 5.23 or later."
                 )
 
-    def source(self, model: Any) -> Files:
+    def source(self, model: Any) -> CheckpointTensors:
         """Return the reader of the model's parameters. All parameters must be recorded already."""
         with suppress(OSError):  # if there are converted tensors, an error must not remove their directory
             self._scratch.rmdir()  # the directory is removed from the disk now, because a killed process would leave it
         loader = OffloadedWeightsLoader(index=self._index, save_folder=str(self._scratch))
-        source = Files(model, loader, str(model.config.name_or_path))
+        source = CheckpointTensors(model, loader, str(model.config.name_or_path))
         weakref.finalize(source, self._remove)  # a copy or a part of the model may live longer than the model
         self._unread.detach()
         return source

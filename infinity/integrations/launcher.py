@@ -18,7 +18,7 @@ from infinity.integrations import accelerate, checkpoint_folders, deepspeed, mod
 from infinity.integrations.leftover_hint import Resuming, no_command
 from infinity.integrations.patches import Patches
 from infinity.integrations.script_end import script_end
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None, resuming: Resuming) -> None:
@@ -43,13 +43,13 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 
 
 @contextmanager
-def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming = no_command) -> Iterator[Run]:
+def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming = no_command) -> Iterator[ScriptRun]:
     """During the `with` block, offload the models that libraries load, each at its first use, and use infinity's
     optimizers for these models. At the end of the block, the models are closed. `resume` and `resuming` are
     as for launch().
     """
-    run = Run(config, resuming)
-    run.wish(folder=None if resume is None else resume.expanduser().absolute())
+    run = ScriptRun(config, resuming)
+    run.add_facts(folder=None if resume is None else resume.expanduser().absolute())
     failed, stopped = True, False
     try:
         _one_device()
@@ -73,7 +73,7 @@ def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming
         run.close(failed=failed, stopped=stopped)
 
 
-def _patch_imports(run: Run, patches: Patches) -> None:
+def _patch_imports(run: ScriptRun, patches: Patches) -> None:
     """Register replacements that are made when the script imports a library.
 
     infinity then imports no library that the script does not use.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinity.errors import ManifestError
 from infinity.io.directory import parts_text
-from infinity.io.pins import Pin, read_pins
+from infinity.io.pins import GenerationPin, read_pins
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.stores import counts_in, steps_of
@@ -94,7 +94,7 @@ def _ways_on(first: Path, ranks: int, resuming: Resuming) -> str:
     )
 
 
-def _newest(directory: Path) -> Pin | None:
+def _newest(directory: Path) -> GenerationPin | None:
     try:
         return next(reversed(read_pins(directory)), None)
     except ManifestError as error:

@@ -21,7 +21,7 @@ from infinity.config import MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import PlanError, printable
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import Limits
+from infinity.plan.plan_input import MemoryLimits
 from infinity.plan.planner import limits_of
 from infinity.runtime.memory_fit import nbytes_of
 from infinity.sizes import format_bytes
@@ -34,7 +34,7 @@ A trained model also has optimizer states. The factor of a model that is only ev
 
 
 @dataclass(frozen=True)
-class Claim:
+class MemoryClaim:
     """A model that needs a share of the memory.
 
     Attributes:
@@ -62,10 +62,10 @@ class MemoryShares:
     """
 
     config: SwapConfig
-    _limits: Limits | None = field(default=None, init=False)
+    _limits: MemoryLimits | None = field(default=None, init=False)
 
     def of(
-        self, mine: Claim, waiting: Sequence[Claim], offloaded: Sequence[nn.Module], at: torch.device
+        self, mine: MemoryClaim, waiting: Sequence[MemoryClaim], offloaded: Sequence[nn.Module], at: torch.device
     ) -> MemoryConfig:
         """Return the memory that one model may use.
 
@@ -89,7 +89,9 @@ class MemoryShares:
 
 
 @contextmanager
-def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded: Sequence[nn.Module]) -> Iterator[None]:
+def naming_the_shares(
+    memory: MemoryConfig, waiting: Sequence[MemoryClaim], offloaded: Sequence[nn.Module]
+) -> Iterator[None]:
     """If a model does not fit in its memory, add to the error which other models share the memory."""
     try:
         yield

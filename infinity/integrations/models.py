@@ -15,7 +15,7 @@ from infinity.checkpoint.load import on_meta
 from infinity.errors import ModelError
 from infinity.integrations.patches import Patches
 from infinity.integrations.quantization import form_of, is_left_to_transformers
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.runtime.deferred_parameters import defer
 from infinity.runtime.offload import move_buffers
 
@@ -36,7 +36,7 @@ _OF_PLACES = (
 """
 
 
-def replace_loading(run: Run, patches: Patches) -> None:
+def replace_loading(run: ScriptRun, patches: Patches) -> None:
     """Make transformers load models without their weights, and register the models in which PEFT wraps a model."""
     patches.when_imported(
         "transformers.modeling_utils",
@@ -57,7 +57,7 @@ def replace_loading(run: Run, patches: Patches) -> None:
     patches.add(register_module_module_registration_hook(placed).remove)
 
 
-def _from_pretrained(run: Run) -> Callable[..., Any]:
+def _from_pretrained(run: ScriptRun) -> Callable[..., Any]:
     def load(original: Callable[..., Any], cls: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
         path = kwargs.pop("pretrained_model_name_or_path", path)
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
@@ -94,16 +94,16 @@ def _is_to_disk(device_map: Any) -> bool:
     return isinstance(device_map, dict) and device_map.get("") == "disk"
 
 
-def _wrapping(run: Run) -> Callable[..., None]:
+def _wrapping(run: ScriptRun) -> Callable[..., None]:
     def init(original: Callable[..., None], self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        run.take_back(model)  # the model may have been offloaded for an evaluation
+        run.undo_evaluation(model)  # the model may have been offloaded for an evaluation
         original(self, model, *args, **kwargs)
         run.wrapped(model, self)
 
     return init
 
 
-def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
+def _replace_preparing(run: ScriptRun, patches: Patches, peft: ModuleType) -> None:
     """Replace PEFT's prepare_model_for_kbit_training.
 
     The original function casts all weights except bitsandbytes' own to fp32, which would read all weights into memory.
@@ -112,7 +112,7 @@ def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
         patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
 
 
-def _preparing(run: Run) -> Callable[..., Any]:
+def _preparing(run: ScriptRun) -> Callable[..., Any]:
     def prepare(
         original: Callable[..., Any],
         model: Any,

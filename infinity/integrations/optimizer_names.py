@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.optim.lion import Lion
 from infinity.state.moments import OptimizerName
 
@@ -21,17 +21,17 @@ infinity places the states by its plan.
 """
 
 
-def wish_for(args: Any, run: Run) -> None:
+def facts_for(args: Any, run: ScriptRun) -> None:
     """Record which optimizer the Trainer will make, so that the plan has room for the optimizer's states.
 
     If it is an 8-bit optimizer, infinity uses int8 moments, and logs this.
     """
     name = _name(args)
-    run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
+    run.add_facts(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
     small = name in (*_ADAMW, *_LION) and name.endswith("8bit") and run.config.moments == "fp32"
-    if small and run.wishes.moments != "int8":
+    if small and run.facts.moments != "int8":
         logger.warning("infinity: optim=%s: infinity keeps the moments in int8 (`moments: int8`)", name)
-    run.wish(moments="int8" if small else None)
+    run.add_facts(moments="int8" if small else None)
 
 
 def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:

@@ -12,12 +12,12 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
-from infinity.integrations.checkpoint_folders import Saving
+from infinity.integrations.checkpoint_folders import CheckpointFolderSave
 from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.saving import give_saving
 from infinity.integrations.script_messages import log_kept_optimizer
-from infinity.integrations.script_run import Run, parameters_in
+from infinity.integrations.script_run import ScriptRun, parameters_in
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer
@@ -40,7 +40,7 @@ def ours_for(theirs: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
     return _OURS.get(theirs, theirs)
 
 
-def replace_optimizers(run: Run, patches: Patches) -> None:
+def replace_optimizers(run: ScriptRun, patches: Patches) -> None:
     """Make `torch.optim.AdamW(model.parameters(), ...)` and similar calls offload a model that a library loaded.
 
     The object that such a call creates is one of infinity's optimizers.
@@ -61,7 +61,7 @@ def _warning_of_names() -> Callable[..., Any]:
     runs: set[str] = set()
 
     def reduce(original: Callable[..., Any], handle: StateHandle) -> Any:
-        if not Saving.open_now and handle.run not in runs:
+        if not CheckpointFolderSave.open_now and handle.run not in runs:
             runs.add(handle.run)
             logger.warning(
                 "infinity: the script saves the state_dict of an optimizer itself. It has only the names of the "
@@ -76,7 +76,7 @@ def _warning_of_names() -> Callable[..., Any]:
     return reduce
 
 
-def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
+def _becoming(run: ScriptRun, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
         if type(self) is not theirs or not offload_for(run, parameters_in(params), ours):
@@ -84,12 +84,12 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
             return
         self.__class__ = ours
         ours.__init__(self, _in_tiles(params), *args, **kwargs)
-        self.accumulation_steps = run.wishes.accumulation_steps or _accumulation_steps()
+        self.accumulation_steps = run.facts.accumulation_steps or _accumulation_steps()
 
     return init
 
 
-def _bringing(run: Run) -> Callable[..., None]:
+def _bringing(run: ScriptRun) -> Callable[..., None]:
     """Return a constructor for infinity's own optimizers.
 
     If the model is not offloaded, the constructor offloads it first.
@@ -104,7 +104,7 @@ def _bringing(run: Run) -> Callable[..., None]:
     return init
 
 
-def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **options: Any) -> GroupedOptimizer:
+def optimizer_for(run: ScriptRun | None, kind: type[GroupedOptimizer], params: Any, **options: Any) -> GroupedOptimizer:
     """Make one of infinity's optimizers for a model. If the model is not offloaded yet, offload the model first. `run`
     is the run that loaded the model; None if the model is offloaded already.
     """
@@ -112,12 +112,12 @@ def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **
     if run is None:
         return kind(params, **options)
     offload_for(run, parameters_in(params), kind)
-    made = kind(_in_tiles(params), **({"accumulation_steps": run.wishes.accumulation_steps} | options))
+    made = kind(_in_tiles(params), **({"accumulation_steps": run.facts.accumulation_steps} | options))
     run.optimizer_made()
     return made
 
 
-def _refusing(run: Run) -> Callable[..., None]:
+def _refusing(run: ScriptRun) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
         ours = isinstance(self, GroupedOptimizer)
@@ -172,7 +172,7 @@ def _in_tiles(params: Any) -> Any:
     return found
 
 
-def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
+def offload_for(run: ScriptRun, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Offload the model to which these parameters belong, and return whether they belong to an offloaded model.
 
     The model is one that a library loaded, or a module of the script that is large enough.

@@ -251,7 +251,7 @@ POINTS = (
         "a LightningModule is trained in memory",
     ),
     PatchRow(
-        ("infinity.integrations.strategy.Offloading.launched",),
+        ("infinity.integrations.strategy.OffloadingStrategyMixin.launched",),
         "gives infinity's strategy the swap config of the launcher",
         "Lightning makes the strategy without arguments",
         "the strategy asks for a swap config",

@@ -21,10 +21,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
-from infinity.integrations.checkpoint_folders import Saving, folders_of, require_pins
+from infinity.integrations.checkpoint_folders import CheckpointFolderSave, folders_of, require_pins
 from infinity.integrations.infinity_config import run_of
 from infinity.integrations.optimizers import optimizer_for
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.integrations.transformers import saves_states, tell
 from infinity.io.pins import folder_path
 from infinity.optim.adamw import AdamW
@@ -121,7 +121,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             if saves_states(args):
                 require_pins(model)
         if isinstance(optimizer, GroupedOptimizer) and optimizer.accumulation_steps is None:
-            optimizer.accumulation_steps = run.wishes.accumulation_steps
+            optimizer.accumulation_steps = run.facts.accumulation_steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if saves_states(args) and not registry.is_offloaded(model):
@@ -135,7 +135,9 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         if args.save_only_model:
             return
         _unpin_removed(model, Path(args.output_dir))
-        with Saving(model, folder_path(Path(args.output_dir, f"checkpoint-{state.global_step}"))) as saving:
+        with CheckpointFolderSave(
+            model, folder_path(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+        ) as saving:
             saving.finish()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
@@ -144,7 +146,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             _unpin_removed(model, Path(args.output_dir))
 
 
-def _run_around(model: nn.Module) -> Run | None:
+def _run_around(model: nn.Module) -> ScriptRun | None:
     """Return the run of a loaded model, in which the wrappers around the model (such as PEFT's) are registered."""
     run = run_of(list(model.parameters()))
     if run is not None:

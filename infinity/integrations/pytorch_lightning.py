@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
 
-from infinity.integrations.strategy import Offloading
+from infinity.integrations.strategy import OffloadingStrategyMixin
 
 
-class InfinityStrategy(Offloading, SingleDeviceStrategy):  # type: ignore[misc]
-    __doc__ = Offloading.__doc__
+class InfinityStrategy(OffloadingStrategyMixin, SingleDeviceStrategy):  # type: ignore[misc]
+    __doc__ = OffloadingStrategyMixin.__doc__
 
 
 StrategyRegistry.register(
-    InfinityStrategy.strategy_name, InfinityStrategy, description=str(Offloading.__doc__).split(".")[0], override=True
+    InfinityStrategy.strategy_name,
+    InfinityStrategy,
+    description=str(OffloadingStrategyMixin.__doc__).split(".")[0],
+    override=True,
 )

@@ -59,7 +59,7 @@ def form_of(quantization: Any) -> FrozenName | None:
     return "int8" if _value(quantization, "load_in_8bit") else None
 
 
-class Forms:
+class QuantizedForms:
     """The form of frozen weights of each model for which a script gave a quantization_config."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def replace_ddp(patches: Patches) -> None:
     the model is the model itself. Other models are wrapped as usual.
     """
 
-    class Bypassed(DistributedDataParallel):
+    class BypassedDistributedDataParallel(DistributedDataParallel):
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(module):
                 return super().__new__(cls)
@@ -31,7 +31,7 @@ def replace_ddp(patches: Patches) -> None:
             return module
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
-        patches.put(place, "DistributedDataParallel", Bypassed)
+        patches.put(place, "DistributedDataParallel", BypassedDistributedDataParallel)
 
 
 def replace_generating(patches: Patches, generation: ModuleType) -> None:

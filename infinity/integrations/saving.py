@@ -12,7 +12,7 @@ from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.coordinator import registry
 from infinity.integrations.ranks import ranks_of
 from infinity.runtime.deferred_parameters import is_deferred
-from infinity.runtime.guards import Guard
+from infinity.runtime.guards import UncopyableHook
 
 _ONLY_THEIRS = (
     "state_dict",
@@ -41,7 +41,7 @@ def take_saving(model: nn.Module) -> None:
     model.__dict__.pop(_METHOD, None)
 
 
-class _SavePretrained(Guard):
+class _SavePretrained(UncopyableHook):
     """The replacement of a model's save_pretrained. It has only a weak reference to the model."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -31,7 +31,7 @@ def script_end() -> Iterator[None]:
 
     Before the block ends, the script's threads are joined and its atexit functions are run, even if the script fails.
     """
-    there, functions = set(threading.enumerate()), _Functions()
+    there, functions = set(threading.enumerate()), _AtexitFunctions()
     try:
         with Patches() as patches:
             patches.wrap(atexit, "register", functions.register)
@@ -49,7 +49,7 @@ def script_end() -> Iterator[None]:
             functions.run()
 
 
-class _Functions:
+class _AtexitFunctions:
     """The atexit functions of a script, each with the `__main__` module at the time of its registration."""
 
     def __init__(self) -> None:

@@ -25,24 +25,24 @@ from infinity.durable import rng
 from infinity.errors import ModelError, PeerError, StoreNotEmptyError
 from infinity.integrations.checkpoint_folders import (
     folders_of,
-    go_on,
     keeps_generations,
     name_vanished,
     remove_empty,
     remove_left,
+    resume_from_folder,
 )
 from infinity.integrations.leftover_hint import Resuming, held_by_an_earlier_run, log_leftovers, no_command
-from infinity.integrations.memory_shares import Claim, MemoryShares, naming_the_shares
-from infinity.integrations.quantization import Forms
+from infinity.integrations.memory_shares import MemoryClaim, MemoryShares, naming_the_shares
+from infinity.integrations.quantization import QuantizedForms
 from infinity.integrations.saving import give_saving, take_saving
 from infinity.integrations.script_messages import log_nothing_offloaded, say
 from infinity.io.directory import parts_text
 from infinity.io.rank_paths import place_of
 from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.deferred_parameters import defer_in_memory, is_a_deferred, is_deferred, values_of
-from infinity.runtime.guards import Guard
+from infinity.runtime.guards import UncopyableHook
 from infinity.runtime.offload import close, offload
-from infinity.runtime.reoffload import as_it_was, take_back
+from infinity.runtime.reoffload import as_it_was, undo_offload
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -52,7 +52,7 @@ _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class TrainingFacts:
     """Facts about the training that are known before the trained model is offloaded.
 
     Attributes:
@@ -77,7 +77,7 @@ class Wishes:
 
 
 @dataclass
-class Run:
+class ScriptRun:
     """The run of one script.
 
     Attributes:
@@ -86,7 +86,7 @@ class Run:
         reads_random_states: whether a library restores the RNG states of the folder from which the script resumes;
             accelerate and a Trainer do this. Random numbers that the script draws before the RNG states are restored,
             such as the seeds of its loaders, must be the same numbers as in the original run.
-        wishes: facts about the training of the trained model.
+        facts: facts about the training of the trained model.
         references: models that are only evaluated.
         trained: models that will be trained, even if they are evaluated first.
         forms: forms of frozen weights of models for which the script asks for quantized weights.
@@ -95,10 +95,10 @@ class Run:
     config: SwapConfig
     resuming: Resuming = no_command
     reads_random_states: bool = False
-    wishes: Wishes = field(default_factory=Wishes)
+    facts: TrainingFacts = field(default_factory=TrainingFacts)
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    forms: Forms = field(default_factory=Forms)
+    forms: QuantizedForms = field(default_factory=QuantizedForms)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _folders: weakref.WeakKeyDictionary[nn.Module, Path] = field(default_factory=weakref.WeakKeyDictionary)
@@ -125,7 +125,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Device on which models compute."""
-        return current_device() if self.wishes.device is None else self.wishes.device
+        return current_device() if self.facts.device is None else self.facts.device
 
     def made_accelerator(self) -> None:
         """Record that the script has an Accelerator."""
@@ -135,13 +135,13 @@ class Run:
         """Return a new directory on the swap disk that is removed when the run ends."""
         return self._scratch.enter_context(scratch_directory(self.config))
 
-    def wish(self, **known: Any) -> None:
-        """Record facts about the training. The keys of `known` are attributes of Wishes."""
-        self.wishes = replace(self.wishes, **known)
+    def add_facts(self, **known: Any) -> None:
+        """Record facts about the training. The keys of `known` are attributes of TrainingFacts."""
+        self.facts = replace(self.facts, **known)
 
     def computes_in(self, mixed_precision: Any) -> None:
         """Record the dtype of the weights, for a value of accelerate's mixed_precision: "no", "bf16" or "fp16"."""
-        self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision)))
+        self.add_facts(dtype=_COMPUTED_IN.get(str(mixed_precision)))
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class Run:
         self._await_use(model)
 
     def _await_use(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
+        model.register_forward_pre_hook(_OffloadOnFirstUse(self, model), prepend=True)
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
         """Return a copy of a loaded model, or of a library's wrapper around a loaded model, and register the copy.
@@ -227,12 +227,12 @@ class Run:
         Args:
             model: the model to offload.
             optimizer: name of the optimizer that is being made for the model, which replaces an earlier optimizer in
-                `wishes`. None if no optimizer is being made.
+                `facts`. None if no optimizer is being made.
 
         Raises:
             InfinityError: as for infinity.offload and infinity.resume.
         """
-        self.take_back(model)
+        self.undo_evaluation(model)
         if registry.is_offloaded(model):
             return
         inner = [each for each in model.modules() if registry.is_offloaded(each)]
@@ -282,21 +282,21 @@ class Run:
             object.__setattr__(model, "resize_token_embeddings", _ResizeEvaluated(self, model))
         self._await_use(model)  # this hook runs before the hooks of the offloaded model
 
-    def take_back(self, model: nn.Module) -> None:
+    def undo_evaluation(self, model: nn.Module) -> None:
         """Undo the offloading of all models inside `model` that were offloaded only for an evaluation.
 
         Afterwards these models can be offloaded again.
         """
         for each in model.modules():
             if each in self._evaluated:
-                take_back(each)
+                undo_offload(each)
                 self._evaluated.discard(each)
                 each.__dict__.pop("resize_token_embeddings", None)
                 take_saving(each)
                 self._offloaded = [one for one in self._offloaded if one() is not each]
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
-    def goes_on(self, model: nn.Module, folder: Path) -> None:
+    def remember_folder(self, model: nn.Module, folder: Path) -> None:
         """Record that this loaded model, and no other model, will be offloaded from a checkpoint folder."""
         self._folders[model] = folder
 
@@ -305,7 +305,7 @@ class Run:
         offloaded.
         """
         found = next((self._folders[each] for each in model.modules() if each in self._folders), None)
-        return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
+        return self.facts.folder if found is None and not registry.is_offloaded(model) else found
 
     def is_decided(self, model: nn.Module) -> bool:
         """Return whether it is known if this model is trained or only evaluated."""
@@ -319,19 +319,19 @@ class Run:
         require_ranks_met()
         if self._open():
             gc.collect()  # reference cycles may keep the memory of models that the script no longer uses
-        mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
+        mine, waiting, open_models = MemoryClaim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
         config = self._config_of(model, memory, name, trained=trained)
         folder = self.began_from(model) if trained else None
-        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
+        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.facts.optimizer}
         with naming_the_shares(memory, waiting, open_models):
             if trained:
-                how["accumulation_steps"] = self.wishes.accumulation_steps
+                how["accumulation_steps"] = self.facts.accumulation_steps
             if folder is not None:
                 drawn = rng.snapshot()
                 with values_of(model):  # this does not read the values
-                    go_on(model, folder, config, **how)
+                    resume_from_folder(model, folder, config, **how)
                 if self.reads_random_states:
                     rng.restore(drawn)
                 logger.warning(
@@ -339,11 +339,11 @@ class Run:
                     folder,
                     registry.coordinator_of(model).steps,
                 )
-                self.goes_on(model, folder)
-                self.wish(folder=None)  # only one model can resume from this folder
+                self.remember_folder(model, folder)
+                self.add_facts(folder=None)  # only one model can resume from this folder
             else:
                 try:
-                    (self.wishes.begin if trained else offload)(model, config, **how)
+                    (self.facts.begin if trained else offload)(model, config, **how)
                 except StoreNotEmptyError as error:
                     place = config.nvme.paths[0].expanduser()
                     raise StoreNotEmptyError(held_by_an_earlier_run(place, self.resuming) or str(error)) from error
@@ -373,7 +373,7 @@ class Run:
 
         The masters keep the fp32 values.
         """
-        dtype = self.wishes.dtype
+        dtype = self.facts.dtype
         if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
             return []
         named = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -410,12 +410,12 @@ class Run:
                 themselves.
             trained: whether the model has optimizer states."""
         changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
-        if trained and self.wishes.moments is not None and self.config.moments == "fp32":
-            changes["moments"] = self.wishes.moments
+        if trained and self.facts.moments is not None and self.config.moments == "fp32":
+            changes["moments"] = self.facts.moments
         if not trained:
             changes |= {"commit_every": 0, "pins": 0}
         elif self.config.commit_every and not self.config.pins:
-            changes["pins"] = min(self.wishes.pins, PINS_MAX)
+            changes["pins"] = min(self.facts.pins, PINS_MAX)
         if name:
             paths = [path.expanduser() / name for path in self.config.nvme.paths]
             for path in paths:
@@ -430,7 +430,7 @@ class Run:
             return f"reference-{number}"
         return f"model-{number}" if "" in self._names else ""
 
-    def _claims(self, model: nn.Module) -> list[Claim]:
+    def _claims(self, model: nn.Module) -> list[MemoryClaim]:
         """Return the claims of the loaded models that are not offloaded yet, except `model` and the models inside
         `model`.
         """
@@ -438,8 +438,8 @@ class Run:
         mine = set(model.modules())
         return [self._claim(each) for each in dict.fromkeys(waiting) if each not in mine]
 
-    def _claim(self, model: nn.Module) -> Claim:
-        return Claim(model, trained=not _frozen(model) and model not in self.references)
+    def _claim(self, model: nn.Module) -> MemoryClaim:
+        return MemoryClaim(model, trained=not _frozen(model) and model not in self.references)
 
     def _places(self) -> list[Path]:
         """Return the first directory of each store of this script."""
@@ -479,26 +479,26 @@ class Run:
                     ending.callback(remove_left, paths, run)
 
 
-class _ResizeEvaluated(Guard):
+class _ResizeEvaluated(UncopyableHook):
     """Replacement of `resize_token_embeddings` for a model that was only evaluated.
 
     It first undoes the offloading of the model.
     """
 
-    def __init__(self, run: Run, model: nn.Module) -> None:
+    def __init__(self, run: ScriptRun, model: nn.Module) -> None:
         self._run = run
         self._of = weakref.ref(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._of()
-        self._run.take_back(model)
+        self._run.undo_evaluation(model)
         return type(model).resize_token_embeddings(model, *args, **kwargs)
 
 
-class _FirstUse:
+class _OffloadOnFirstUse:
     """A hook that offloads a model before its first forward, if no optimizer was made for the model earlier."""
 
-    def __init__(self, run: Run, model: nn.Module) -> None:
+    def __init__(self, run: ScriptRun, model: nn.Module) -> None:
         self._run = run
         self._of = weakref.ref(model)
 
@@ -523,10 +523,10 @@ class _FirstUse:
             if number not in before:  # in this call, torch runs only the hooks that existed when the call began
                 hook(module, args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OffloadOnFirstUse:
         model = self._of()
         copied = None if model is None else self._run.copied(model, memo)
-        return self if copied is None else _FirstUse(self._run, copied)
+        return self if copied is None else _OffloadOnFirstUse(self._run, copied)
 
 
 def _close_finished(model: nn.Module) -> None:

@@ -24,10 +24,10 @@ from torch import nn
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
-from infinity.integrations.checkpoint_folders import Saving, is_at, keeps_generations, pins_for
+from infinity.integrations.checkpoint_folders import CheckpointFolderSave, is_at, keeps_generations, pins_for
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.ranks.ranks import require_one_process
 from infinity.runtime.deferred_parameters import defer_in_memory
 from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
@@ -70,7 +70,7 @@ def folder_beside(checkpoint: str | Path) -> Path:
     return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
 
 
-class Offloading:
+class OffloadingStrategyMixin:
     """A mixin that offloads the model of a LightningModule and trains it with infinity's optimizers.
 
     Among the bases of a class, the mixin comes before a SingleDeviceStrategy. If a child of the LightningModule has all
@@ -85,7 +85,7 @@ class Offloading:
     """
 
     strategy_name: ClassVar[str] = "infinity"
-    launched: ClassVar[Run | None] = None
+    launched: ClassVar[ScriptRun | None] = None
     """The run of `infinity run`; None if the script was started without `infinity run`."""
 
     accelerator: Any
@@ -102,7 +102,7 @@ class Offloading:
             raise ConfigError(
                 "`infinity run` has a swap config, and InfinityStrategy(config=...) names another: leave one out"
             )
-        self._run = self.launched or Run(load_config(config))
+        self._run = self.launched or ScriptRun(load_config(config))
         self._roots: list[nn.Module] = []
         self._resumes_from: Path | None = None
 
@@ -153,9 +153,9 @@ class Offloading:
         module, fits = self.lightning_module, _fits(trainer)
         self.accelerator.setup(trainer)
         _require_possible(trainer, self.precision_plugin.precision)
-        if fits and self._run.wishes.folder != self._resumes_from:
+        if fits and self._run.facts.folder != self._resumes_from:
             raise ConfigError(
-                f"--resume {self._run.wishes.folder}: a Lightning script names its checkpoint itself: leave --resume "
+                f"--resume {self._run.facts.folder}: a Lightning script names its checkpoint itself: leave --resume "
                 "out, and call trainer.fit(..., ckpt_path=...) with the checkpoint file"
             )
         self._expect(trainer)
@@ -168,7 +168,7 @@ class Offloading:
             self.setup_optimizers(trainer)
         for root in roots:
             self._run.ensure_offloaded(root)
-        self._run.wish(folder=None)
+        self._run.add_facts(folder=None)
         module.to(self.root_device)
         theirs: Any = super()
         theirs.setup_precision_plugin()
@@ -210,13 +210,13 @@ class Offloading:
         If a module uses manual optimization, the number of backward passes before a step is unknown.
         """
         automatic = self.lightning_module.automatic_optimization
-        self._run.wish(
+        self._run.add_facts(
             accumulation_steps=trainer.accumulate_grad_batches if automatic else None,
             dtype=_COMPUTED_IN[self.precision_plugin.precision],
             device=self.root_device,
         )
         if _fits(trainer):
-            self._run.wish(pins=sum(map(_pins_of, trainer.checkpoint_callbacks)))
+            self._run.add_facts(pins=sum(map(_pins_of, trainer.checkpoint_callbacks)))
 
     def _enter(self) -> list[nn.Module]:
         """Return the parts of the LightningModule that are offloaded, each as one model."""
@@ -316,7 +316,7 @@ class Offloading:
         if trained is None or not states:
             theirs.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        with Saving(trained, folder_beside(filepath)) as saving:
+        with CheckpointFolderSave(trained, folder_beside(filepath)) as saving:
             theirs.save_checkpoint(checkpoint, filepath, storage_options)
             saving.finish()
 
@@ -368,7 +368,7 @@ class Offloading:
                     f"ckpt_path={checkpoint_path}: the model was used already in this process, so it is offloaded and "
                     "cannot get the states of a checkpoint. Resume in a new process, before any other use of the model."
                 )
-            self._run.wish(folder=folder)
+            self._run.add_facts(folder=folder)
             self._resumes_from = folder
         theirs: Any = super()
         loaded: dict[str, Any] = theirs.load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -387,12 +387,12 @@ class Offloading:
         module.load_state_dict(state, strict=strict)
 
 
-def replace_strategies(run: Run, patches: Patches) -> None:
+def replace_strategies(run: ScriptRun, patches: Patches) -> None:
     """Make Lightning's Trainers use infinity's strategy if the script names no strategy.
 
     Other strategies are refused.
     """
-    patches.put(Offloading, "launched", run)
+    patches.put(OffloadingStrategyMixin, "launched", run)
 
     def of_lightning(connector: ModuleType) -> None:
         from infinity.integrations import lightning  # the import registers the strategy
@@ -409,18 +409,18 @@ def replace_strategies(run: Run, patches: Patches) -> None:
     patches.when_imported(f"pytorch_lightning.{module}", of_pytorch_lightning)
 
 
-def replace_fabric(run: Run, patches: Patches) -> None:
+def replace_fabric(run: ScriptRun, patches: Patches) -> None:
     """Make each Fabric tell infinity in which dtype its models compute."""
 
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        run.wish(dtype=_COMPUTED_IN.get(self._precision.precision))
+        run.add_facts(dtype=_COMPUTED_IN.get(self._precision.precision))
 
     for module in ("lightning.fabric.fabric", "lightning_fabric.fabric"):
         patches.when_imported(module, lambda fabric: patches.wrap(fabric.Fabric, "__init__", init))
 
 
-def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> None:
+def _choose(kind: type[OffloadingStrategyMixin], connector: ModuleType, patches: Patches) -> None:
     def choose(original: Any, self: Any) -> Any:
         return kind()
 

@@ -26,23 +26,29 @@ from transformers.trainer_utils import get_last_checkpoint
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError
-from infinity.integrations.checkpoint_folders import Saving, is_at, letting_go, pins_for, require_pins
-from infinity.integrations.optimizer_names import class_and_options, wish_for
+from infinity.integrations.checkpoint_folders import (
+    CheckpointFolderSave,
+    is_at,
+    pins_for,
+    require_pins,
+    unpinning_removed_folders,
+)
+from infinity.integrations.optimizer_names import class_and_options, facts_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.saving import give_saving
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from infinity.integrations.vertical import TrainingSteps
 from infinity.io.pins import require_marker
 
 
-def replace_training(run: Run, patches: Patches) -> None:
+def replace_training(run: ScriptRun, patches: Patches) -> None:
     """Make every Trainer offload its model, and pin generations.
 
     A Trainer offloads its model when it makes its optimizer. Each of its checkpoint folders pins a generation.
     """
-    of, kind = _OfTrainer(run), transformers.Trainer
+    of, kind = _TrainerPatches(run), transformers.Trainer
     patches.wrap(kind, "__init__", of.init)
     patches.wrap(kind, "create_optimizer", of.create_optimizer)
     patches.wrap(kind, "get_optimizer_cls_and_kwargs", of.get_optimizer)
@@ -53,12 +59,12 @@ def replace_training(run: Run, patches: Patches) -> None:
     patches.wrap(kind, "_save", of.save)
 
 
-class _OfTrainer:
+class _TrainerPatches:
     """The replacements of Trainer's methods. The first argument of each replacement is the replaced method."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ScriptRun) -> None:
         self._run = run
-        self._told = run.wishes.folder  # the folder of `infinity run --resume`
+        self._told = run.facts.folder  # the folder of `infinity run --resume`
         self._resumes_from: Path | None = None
         self._steps = TrainingSteps()
 
@@ -126,7 +132,7 @@ class _OfTrainer:
         When the optimizer is made, the model is offloaded from the folder's generation.
         """
         given, place = trainer.model if model is None else model, Path(folder).expanduser().absolute()
-        self._run.take_back(given)
+        self._run.undo_evaluation(given)
         used = registry.is_offloaded(given)
         if used and self._run.began_from(given) == place and is_at(given, require_marker(place)):
             self._resumes_from = place  # the model was already resumed for an evaluation
@@ -137,19 +143,19 @@ class _OfTrainer:
                 "cannot get the states of a checkpoint. Resume in a new process, before any other use of the model."
             )
         self._resumes_from = place
-        self._run.wish(folder=place)
+        self._run.add_facts(folder=place)
 
     def save_checkpoint(self, original: Callable[..., None], trainer: Any, model: nn.Module, trial: Any = None) -> None:
         if trainer.args.save_only_model or not registry.is_offloaded(trainer.model):
             original(trainer, model, trial)
             return
         folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-        saving = Saving(trainer.model, folder)
+        saving = CheckpointFolderSave(trainer.model, folder)
 
         def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             """Pin the generation before older folders are removed. A save removes older folders at its end."""
             saving.finish()
-            with letting_go(trainer.model):
+            with unpinning_removed_folders(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
 
         with saving, patched(trainer_module, "rotate_checkpoints", rotate):
@@ -170,16 +176,16 @@ class _OfTrainer:
             trainer.model.state_dict()
 
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with letting_go(trainer.model):
+        with unpinning_removed_folders(trainer.model):
             return original(trainer, *args, **kwargs)
 
 
-def tell(args: Any, run: Run, precision: str) -> None:
+def tell(args: Any, run: ScriptRun, precision: str) -> None:
     """Record a Trainer's facts about the training, from its arguments and accelerate's mixed_precision."""
-    wish_for(args, run)
+    facts_for(args, run)
     run.computes_in(precision)
     passes = 1 if run.config.vertical else args.gradient_accumulation_steps
-    run.wish(accumulation_steps=passes, pins=_pins_of(args, run))
+    run.add_facts(accumulation_steps=passes, pins=_pins_of(args, run))
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:
@@ -207,10 +213,10 @@ def saves_states(args: Any) -> bool:
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model
 
 
-def _pins_of(args: Any, run: Run) -> int:
+def _pins_of(args: Any, run: ScriptRun) -> int:
     """Return the maximum number of checkpoint folders with optimizer states that exist at the same time."""
     if not saves_states(args):
-        return run.wishes.pins
+        return run.facts.pins
     limit = args.save_total_limit
     if not limit or limit <= 0:
         return pins_for(None)
@@ -228,7 +234,7 @@ class TrainerMixin:
     """
 
     def __init__(self, *args: Any, swap_config: str | Path | dict[str, Any] | SwapConfig | None = None, **kwargs: Any):
-        self._infinity = _OfTrainer(Run(load_config(swap_config)))
+        self._infinity = _TrainerPatches(ScriptRun(load_config(swap_config)))
 
         def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

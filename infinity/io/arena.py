@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """Borrowed piece of the arena, aligned to 4 KiB. Life cycle: Space.lease() → release(), which is called only
+    """Borrowed piece of the arena, aligned to 4 KiB. Life cycle: ArenaRegion.lease() → release(), which is called only
     once."""
 
-    def __init__(self, space: Space, offset: int, nbytes: int) -> None:
+    def __init__(self, space: ArenaRegion, offset: int, nbytes: int) -> None:
         self._space = space
         self.offset = offset
         self.nbytes = nbytes
@@ -59,12 +59,12 @@ class Lease:
         ends = itertools.accumulate(sizes, initial=self.offset)
         return [Lease(self._space, begin, nbytes) for begin, nbytes in zip(ends, sizes, strict=False)]
 
-    def space(self) -> Space:
+    def space(self) -> ArenaRegion:
         """Return the lease's bytes as a space, from which further leases can be taken."""
-        return Space(self._space.memory, self.offset, self.nbytes)
+        return ArenaRegion(self._space.memory, self.offset, self.nbytes)
 
 
-class Space:
+class ArenaRegion:
     """Bytes [offset, offset + nbytes) of the arena, from which leases are taken. Adjacent free pieces are merged.
 
     The default placement is first-fit.
@@ -167,7 +167,7 @@ def _without(offset: int, size: int, start: int, nbytes: int) -> list[tuple[int,
     return [piece for piece in pieces if piece[1]]
 
 
-class PinnedArena(Space):
+class PinnedArena(ArenaRegion):
     """The arena: one mapping of exactly the planned size.
 
     A page occupies RAM only after its first use. On a machine without a GPU, memory that is reserved by the plan and

@@ -54,7 +54,7 @@ class DiskProfile(BaseModel):
     measured: Name
 
 
-class _Profiles(BaseModel):
+class _ProfilesFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     version: Literal[1] = 1
@@ -81,7 +81,7 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
     except OSError:  # without a home directory, no profile can have been saved
         return {}
     try:
-        profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
+        profiles = _ProfilesFile.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:
@@ -118,5 +118,5 @@ def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None
     disks = dict(load_profiles(path)) | {disk_key(directory): profile}
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
-        file.write(json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n")
+        file.write(json.dumps(_ProfilesFile(disks=disks).model_dump(), indent=2) + "\n")
     return path

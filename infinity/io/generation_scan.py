@@ -12,7 +12,7 @@ from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIO
 from infinity.io.directory import HEADER_NAME, StoreDirectory
 from infinity.io.extent_reading import read_all
 from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_own
-from infinity.io.pins import Pin, digest_of, pins_text, read_pins
+from infinity.io.pins import GenerationPin, digest_of, pins_text, read_pins
 from infinity.io.store import Extent, SwapStore
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def name_of(manifest: Manifest) -> Name:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ResumeCandidate:
     """Generation in one rank's store from which a run may resume.
 
     Attributes:
@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Damage:
+class GenerationDamage:
     """Damaged piece of a generation: its bytes differ from the bytes that were written, or cannot be read.
 
     Attributes:
@@ -75,7 +75,7 @@ class Damage:
         )
 
 
-class _All:
+class _ContainsEverything:
     """Container for which `in` is always true."""
 
     def __contains__(self, one: object) -> bool:
@@ -83,7 +83,7 @@ class _All:
 
 
 @dataclass(frozen=True)
-class Eligible:
+class EligibleGenerations:
     """Generations from which a run may resume; by default, all existing generations.
 
     Attributes:
@@ -93,12 +93,12 @@ class Eligible:
             checkpoint folder names.
     """
 
-    names: Container[Name] = _All()
-    folders: Container[str] = _All()
-    candidate: Candidate | None = None
+    names: Container[Name] = _ContainsEverything()
+    folders: Container[str] = _ContainsEverything()
+    candidate: ResumeCandidate | None = None
 
 
-ANY = Eligible()
+ANY = EligibleGenerations()
 
 
 def newest_whole(
@@ -108,7 +108,7 @@ def newest_whole(
     use: Callable[[Manifest, Path], tuple[Used, Sequence[Extent]]],
     doing: str,
     digest: str | None = None,
-    only: Candidate | None = None,
+    only: ResumeCandidate | None = None,
 ) -> Used:
     """Find an undamaged generation, and return the result of `use` for it. Every byte of the generation is read.
 
@@ -188,7 +188,9 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
     return [(step, path) for path in found.values()]
 
 
-def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[Pin], dict[str, tuple[int, Path]]]:
+def _there(
+    directory: StoreDirectory, run: str
+) -> tuple[dict[int, Path], list[GenerationPin], dict[str, tuple[int, Path]]]:
     """Return the manifests, pins and pinned generations in a store.
 
     Returns:
@@ -210,7 +212,7 @@ def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]])
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
 
 
-def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Candidate]:
+def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[ResumeCandidate]:
     """Return the generations from which a rank may resume: all generations in its store, or all generations of `step`.
 
     Each generation occurs only once. A generation with a damaged manifest is left out, with a warning.
@@ -220,14 +222,14 @@ def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Ca
     """
     kept, _, pinned = _there(directory, run)
     others = list(pinned.values()) if step is not None else _not_newer(kept, pinned)
-    found: dict[Name, Candidate] = {}
+    found: dict[Name, ResumeCandidate] = {}
     for is_kept, places in ((True, list(kept.items())), (False, others)):
         for number, path in places:
             if step not in (None, number):
                 continue
             try:
                 name = name_of(read_own(path, number, run))
-                found.setdefault(name, Candidate(name, is_kept, path))
+                found.setdefault(name, ResumeCandidate(name, is_kept, path))
             except ManifestError as error:
                 require_readable(error)
                 logger.warning("%s", error)
@@ -292,7 +294,7 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
     raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
 
 
-def _require_undamaged(damage: Sequence[Damage]) -> None:
+def _require_undamaged(damage: Sequence[GenerationDamage]) -> None:
     """If there is damage, raise a ResumeError that names it. If a part could not be read, raise its SwapIOError
     instead."""
     for each in damage:
@@ -303,7 +305,9 @@ def _require_undamaged(damage: Sequence[Damage]) -> None:
         raise ResumeError("; ".join(map(str, damage[:3])) + more)
 
 
-def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+def verify(
+    store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview
+) -> Iterator[GenerationDamage]:
     """Read a generation completely, and yield each damaged piece.
 
     Without checksums, only pieces that cannot be read are found.
@@ -317,7 +321,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), read_all(store, extents, memory), strict=True):
         if error is not None:
             cause = f"cannot be read: {error.cause}"
-            yield Damage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
+            yield GenerationDamage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
             continue
         found = store.file.block_sums(extent.offset, extent.nbytes)
         if sums is None or not found or found == sums:
@@ -328,7 +332,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
                 nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
                 path, offset = store.file.locate(extent.offset + start)
                 cause = "does not have the checksum of the data that was written"
-                yield Damage(extent, manifest.step, path, offset, nbytes, cause)
+                yield GenerationDamage(extent, manifest.step, path, offset, nbytes, cause)
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:

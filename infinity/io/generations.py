@@ -38,7 +38,15 @@ from typing import Any
 from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import atomic_file
 from infinity.io.directory import StoreDirectory, pinned_in
-from infinity.io.generation_scan import ANY, Candidate, Eligible, candidates, name_of, newest_whole, require_readable
+from infinity.io.generation_scan import (
+    ANY,
+    EligibleGenerations,
+    ResumeCandidate,
+    candidates,
+    name_of,
+    newest_whole,
+    require_readable,
+)
 from infinity.io.manifest import (
     ExtentRecord,
     Manifest,
@@ -47,7 +55,7 @@ from infinity.io.manifest import (
     require_known,
     write_manifest,
 )
-from infinity.io.pins import Pin, Pins, digest_of, is_gone, pins_text
+from infinity.io.pins import GenerationPin, GenerationPins, digest_of, is_gone, pins_text
 from infinity.io.rank_paths import place_of
 from infinity.io.store import Extent, SwapStore, now
 
@@ -77,7 +85,7 @@ class Generations:
         self._keep = keep
         self._kept: dict[int, list[int]] = {}  # by step, oldest first: for each extent the index of its copy
         self._pins_max = pins
-        self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
+        self._pins = GenerationPins([directory.path for directory in store.directories], store.run, rank, ranks)
         self._pinned: dict[str, list[int]] = {}  # by digest, perhaps pinned: for each extent its copy
         self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, with the reason
         self._retires = False  # whether retire() must still be called
@@ -148,7 +156,7 @@ class Generations:
         """Steps of the kept generations, oldest first."""
         return sorted(self._kept)
 
-    def candidates(self, step: int | None) -> list[Candidate]:
+    def candidates(self, step: int | None) -> list[ResumeCandidate]:
         """Return the generations from which recover() may resume; see `candidates` in generation_scan.py."""
         return candidates(self._directory, self._store.run, step)
 
@@ -221,7 +229,7 @@ class Generations:
         step: int | None = None,
         check: Callable[[Manifest], None] = lambda _: None,
         digest: str | None = None,
-        eligible: Eligible = ANY,
+        eligible: EligibleGenerations = ANY,
     ) -> Manifest:
         """Find the newest undamaged generation, and make its values the newest values of the extents.
 
@@ -281,13 +289,13 @@ class Generations:
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
-    def _staying_pins(self, eligible: Eligible) -> tuple[list[Pin], dict[str, list[int]]]:
+    def _staying_pins(self, eligible: EligibleGenerations) -> tuple[list[GenerationPin], dict[str, list[int]]]:
         """Return the pins that a resumed run keeps, and the copies that the pinned generations use.
 
         Raises:
             ResumeError: there are more pinned generations than `pins` allows, or a manifest cannot be read at present.
         """
-        staying, pinned = list[Pin](), dict[str, list[int]]()
+        staying, pinned = list[GenerationPin](), dict[str, list[int]]()
         for pin in self._pins.entries:
             if self._pins.over(pin) or pin.folder not in eligible.folders:
                 continue
@@ -330,7 +338,9 @@ class Generations:
                 problem = f"places {record.state} of unit '{record.unit}' at an offset that does not belong to it"
                 raise ManifestError(path, problem)
 
-    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
+    def _keep_with(
+        self, chosen: Manifest, found: Mapping[int, Path], eligible: EligibleGenerations, newer: str
+    ) -> None:
         """Choose the generations that a resumed run keeps: the resumed one and older ones. All others are given up.
 
         Newer generations are given up, and also older generations if there are more than `keep`, or if another rank
@@ -406,7 +416,7 @@ class Generations:
         return {Path(pin.folder): pin.step for pin in self.pin_list}
 
     @property
-    def pin_list(self) -> list[Pin]:
+    def pin_list(self) -> list[GenerationPin]:
         """The pins, oldest first, without those that finish_recovery() will remove."""
         return list(self._pins.entries if self._pending_recovery is None else self._pending_recovery.pins)
 
@@ -442,7 +452,7 @@ class Generations:
         self.finish_recovery()
         self._require_kept(step)
         manifest = manifest_bytes(self._directory.generation_path(step))
-        new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
+        new = GenerationPin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
         if new.digest not in self._pinned:
             atomic_file.write_file(self._directory.path / new.manifest_name, [manifest])
         self._pinned[new.digest] = self._kept[step]  # also if the write fails: it may have reached the disk
@@ -479,11 +489,11 @@ class Generations:
         self._pins.load()
         return [pin.folder for pin in self._pins.entries]
 
-    def is_over(self, pin: Pin) -> bool:
-        """Return whether a pin's folder no longer needs the pinned generation; see Pins.over."""
+    def is_over(self, pin: GenerationPin) -> bool:
+        """Return whether a pin's folder no longer needs the pinned generation; see GenerationPins.over."""
         return self._pins.over(pin)
 
-    def pin_of(self, folder: Path) -> Pin:
+    def pin_of(self, folder: Path) -> GenerationPin:
         pin = self._pins.of(folder)
         if pin is None:
             raise AssertionError(f"{folder} pins nothing")
@@ -515,7 +525,7 @@ class Generations:
             self._pins.mark(pin, folder, [], name)
         self.unpin(folder)
 
-    def _write_pins(self, pins: Iterable[Pin]) -> None:
+    def _write_pins(self, pins: Iterable[GenerationPin]) -> None:
         # Invariant: until the new pins are written, the generations of the old pins and of the new pins are both
         # protected.
         self._pins.write(pins)
@@ -533,5 +543,5 @@ class _PendingRecovery:
             generation.
     """
 
-    pins: list[Pin]
+    pins: list[GenerationPin]
     manifest: bytes | None

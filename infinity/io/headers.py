@@ -20,7 +20,7 @@ from pathlib import Path
 
 from infinity.errors import DamagedFileError, DirtyStoreError, NoStoreError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
-from infinity.io.manifest import Header, Manifest, read_header, read_kept, require_known
+from infinity.io.manifest import Manifest, SwapFileHeader, read_header, read_kept, require_known
 
 _INSTEAD = "a resumed run writes it again, rebuilt from"
 
@@ -35,7 +35,7 @@ class FoundHeader:
             was read.
     """
 
-    header: Header
+    header: SwapFileHeader
     rebuilt: str = ""
 
 
@@ -74,7 +74,7 @@ def members_of(path: Path) -> list[Path]:
     return named
 
 
-def is_there(header: Header, path: Path) -> bool:
+def is_there(header: SwapFileHeader, path: Path) -> bool:
     """Return whether the header in `path` names `path` as the directory of its member. A copied or moved store has
     other paths."""
     return os.path.realpath(header.members[header.member]) == os.path.realpath(path)
@@ -95,23 +95,27 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
 
 def _read_or_rebuilt(paths: Sequence[Path]) -> list[FoundHeader]:
     read = _own(paths)
-    source = next((header for header in read if isinstance(header, Header)), None)
+    source = next((header for header in read if isinstance(header, SwapFileHeader)), None)
     found: list[FoundHeader] = []
     for index, (path, header) in enumerate(zip(paths, read, strict=True)):
-        found.append(FoundHeader(header) if isinstance(header, Header) else _rebuild(path, index, header, source))
+        found.append(
+            FoundHeader(header) if isinstance(header, SwapFileHeader) else _rebuild(path, index, header, source)
+        )
         source = source or found[-1].header
     return found
 
 
-def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
+def _own(paths: Sequence[Path]) -> list[SwapFileHeader | DamagedFileError]:
     """Read the headers of all members of a store. The generations of the store are in the first member's directory.
 
     A header that does not name the run of the generations counts as damaged.
     """
     read = [_read(path) for path in paths]
-    runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
+    runs = _runs_in(
+        paths[0], {each.run for each in read if isinstance(each, SwapFileHeader) and each.mode == "generations"}
+    )
     for index, (path, each) in enumerate(zip(paths, read, strict=True)):
-        if isinstance(each, Header) and each.mode == "generations" and len(runs) == 1 and each.run not in runs:
+        if isinstance(each, SwapFileHeader) and each.mode == "generations" and len(runs) == 1 and each.run not in runs:
             beside = "the generations beside it" if index == 0 else f"the generations in {paths[0]}"
             problem = f"belongs to run {each.run[:8]}, and {beside} belong to run {min(runs)[:8]}"
             read[index] = DamagedFileError(path / HEADER_NAME, problem)
@@ -129,7 +133,7 @@ def _runs_in(path: Path, wanted: set[str]) -> set[str]:
     return runs
 
 
-def _read(path: Path) -> Header | DamagedFileError:
+def _read(path: Path) -> SwapFileHeader | DamagedFileError:
     """Return the header of a directory, or a description of how the header is damaged.
 
     Raises:
@@ -145,7 +149,7 @@ def _read(path: Path) -> Header | DamagedFileError:
         raise NoStoreError(f"{path} holds no store of infinity (there is no {HEADER_NAME})") from None
 
 
-def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
+def _rebuild(path: Path, member: int, damage: DamagedFileError, source: SwapFileHeader | None) -> FoundHeader:
     """Rebuild a damaged header. Raises DamagedFileError if there is no source from which the header can be rebuilt."""
     if source is not None:
         header = source.model_copy(update={"member": member})
@@ -154,7 +158,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
     reason = ""  # the reason why the newest generation cannot be the source
     for number, manifest in read_kept(generations_in(path)):
         if isinstance(manifest, Manifest) and manifest.store is not None:
-            header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
+            header = SwapFileHeader(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
             return FoundHeader(header, f"{damage}; {_INSTEAD} generation {number}")
         old = f"generation {number} was written by an older infinity, whose manifests hold no header"
         reason = reason or (old if isinstance(manifest, Manifest) else str(manifest))
@@ -162,7 +166,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
     raise DamagedFileError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
 
 
-def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None:
+def _require_one_store(paths: Sequence[Path], headers: Sequence[SwapFileHeader]) -> None:
     first = headers[0]
     if any(header.mode == "in place" for header in headers):
         raise DirtyStoreError(

@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, ValidationError
 
 from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
-from infinity.io.schema import AbsolutePath, Bytes, Count, Name, Record, first_problem, require_unique, validated
+from infinity.io.schema import AbsolutePath, Bytes, Count, DiskRecord, Name, first_problem, require_unique, validated
 from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
@@ -25,7 +25,7 @@ _VERSION = 2
 _EXTENTS_MAX = 1 << 20
 
 
-class StoreRecord(Record):
+class StoreRecord(DiskRecord):
     """Layout of a store on its disks.
 
     Attributes:
@@ -42,7 +42,7 @@ class StoreRecord(Record):
     nbytes: Bytes
 
 
-class Header(StoreRecord):
+class SwapFileHeader(StoreRecord):
     """Header of a swap file, which says to which store and run the swap file belongs.
 
     Attributes:
@@ -80,7 +80,7 @@ _Sizes = Annotated[list[Bytes], Field(max_length=_EXTENTS_MAX)]
 _Names = Annotated[list[Name], Field(max_length=_EXTENTS_MAX)]
 
 
-class _Columns(Record):
+class _ExtentColumns(DiskRecord):
     """All extents of a manifest, with one list for each field. This form is compact, because a manifest may have very
     many extents."""
 
@@ -102,7 +102,7 @@ def _extents(value: Any) -> list[ExtentRecord]:
             raise ValueError(f"an extent that does not have exactly {', '.join(names)}")
         value = {name: [row[name] for row in value] for name in names}
     try:
-        columns = dict(_Columns.model_validate(value))
+        columns = dict(_ExtentColumns.model_validate(value))
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
     if len({len(column) for column in columns.values()}) != 1:
@@ -139,7 +139,7 @@ def _facts(value: Any) -> dict[str, Any]:
     return value
 
 
-class Manifest(Record):
+class Manifest(DiskRecord):
     """Manifest of a generation, which is all states after the same optimizer step.
 
     Attributes:
@@ -196,12 +196,12 @@ def require_known(found: Iterable[Path]) -> None:
             continue  # the error is raised later, when the manifest is read
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SwapFileHeader:
     """Read a header.
 
     Raises ManifestError. The error is a DamagedFileError if the header is missing or damaged, and may thus be rebuilt.
     """
-    header = validated(Header, document.read(path, "store"), path)
+    header = validated(SwapFileHeader, document.read(path, "store"), path)
     _require_sound(header, path)
     if header.member >= len(header.members):
         raise ManifestError(path, f"has no member {header.member}: it names {len(header.members)}")
@@ -213,7 +213,7 @@ def _require_sound(store: StoreRecord, path: Path) -> None:
         raise ManifestError(path, "names a member twice, or does not have one share for each member")
 
 
-def write_header(header: Header) -> list[bytes]:
+def write_header(header: SwapFileHeader) -> list[bytes]:
     return document.write("store", header.model_dump())
 
 

@@ -18,8 +18,8 @@ infinity.json                 in the folder: the marker, with run, step, digest 
 To pin a folder, an older marker in the folder is removed, then the manifest is written under its second name, then the
 pin is written, and then the marker. To unpin a folder, the marker is removed, then the pin, and then the manifest. A
 folder with a marker therefore always has its pin. After a crash, there may be a pin whose folder has no marker; the
-next resume removes this pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted. Its pin
-is therefore kept, unless the folder was never finished.
+next resume removes this pin (`GenerationPins.over`). A folder that does not exist may be on a disk that is not mounted.
+Its pin is therefore kept, unless the folder was never finished.
 
 [Note: a checkpoint folder of several ranks]
 Each rank pins a generation in its own store, with the first two files in its own directory. The folder has one marker
@@ -46,7 +46,7 @@ from infinity import files
 from infinity.errors import ConfigError, InfinityError, ManifestError, ResumeError, SwapIOError
 from infinity.io import atomic_file, document
 from infinity.io.rank_paths import rank_name
-from infinity.io.schema import AbsolutePath, Count, Name, Record, require_unique, validated
+from infinity.io.schema import AbsolutePath, Count, DiskRecord, Name, require_unique, validated
 from infinity.strict import parse_json
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ _KIND = "pins"
 _MARKER_BYTES_MAX = 1 << 20
 
 
-def _apart(pins: list[Pin]) -> list[Pin]:
+def _apart(pins: list[GenerationPin]) -> list[GenerationPin]:
     require_unique((pin.folder for pin in pins), "the folder")
     return pins
 
@@ -66,7 +66,7 @@ def _apart(pins: list[Pin]) -> list[Pin]:
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
-class Pin(Record):
+class GenerationPin(DiskRecord):
     """Pin of a generation by a checkpoint folder.
 
     Attributes:
@@ -89,14 +89,14 @@ class Pin(Record):
         return f"{self.folder} (generation {self.step})"
 
 
-class _PinsFile(Record):
+class _PinsFile(DiskRecord):
     """Contents of the file of the pins. The first pin of `pins` is the oldest."""
 
     run: Name
-    pins: Annotated[list[Pin], Field(max_length=1 << 12), AfterValidator(_apart)]
+    pins: Annotated[list[GenerationPin], Field(max_length=1 << 12), AfterValidator(_apart)]
 
 
-class Marker(Record):
+class PinMarker(DiskRecord):
     """Contents of the marker in a checkpoint folder. The marker says where the states are.
 
     Attributes:
@@ -159,7 +159,7 @@ def digest_of(manifest: bytes) -> str:
 # -- the marker --------------------------------------------------------------------------------------------------------
 
 
-def read_marker(folder: Path) -> Marker | None:
+def read_marker(folder: Path) -> PinMarker | None:
     """Return the marker of a folder; None if the folder has no marker. Raises ManifestError."""
     path = folder / MARKER_NAME
     try:
@@ -170,10 +170,10 @@ def read_marker(folder: Path) -> Marker | None:
         raise ManifestError(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ManifestError(path, f"is damaged: {error}") from error
-    return validated(Marker, value, path)
+    return validated(PinMarker, value, path)
 
 
-def write_marker(folder: Path, marker: Marker) -> None:
+def write_marker(folder: Path, marker: PinMarker) -> None:
     """Write the marker of a folder durably.
 
     Raises SwapIOError. After this error the folder has its old marker, or no marker.
@@ -212,7 +212,7 @@ def begin_folder(folder: Path, into: Path | None = None) -> None:
 # -- the file of the pins ----------------------------------------------------------------------------------------------
 
 
-def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
+def read_pins(directory: Path, run: str | None = None) -> list[GenerationPin]:
     """Return the pins in a swap directory, oldest first; [] if there is no file of pins.
 
     A pin that a run resumed from counts as the newest at that moment, so the last pin is on the present branch of the
@@ -242,7 +242,7 @@ def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
     return found.pins
 
 
-class Pins:
+class GenerationPins:
     """Pins of an open store.
 
     Args:
@@ -258,7 +258,7 @@ class Pins:
         self._directories = list(directories)
         self._run = run
         self._rank, self._ranks = rank, ranks
-        self.entries: list[Pin] = []
+        self.entries: list[GenerationPin] = []
 
     @property
     def directory(self) -> Path:
@@ -268,11 +268,11 @@ class Pins:
         """Read the pins from the file. Raises ManifestError like read_pins."""
         self.entries = read_pins(self.directory, self._run)
 
-    def of(self, folder: Path) -> Pin | None:
+    def of(self, folder: Path) -> GenerationPin | None:
         """Return the pin of a folder; None if the folder has no pin."""
         return next((pin for pin in self.entries if pin.folder == str(folder)), None)
 
-    def write(self, entries: Iterable[Pin]) -> None:
+    def write(self, entries: Iterable[GenerationPin]) -> None:
         """Replace the pins durably, and remove the manifests of generations that have no pin any more.
 
         Raises:
@@ -290,10 +290,10 @@ class Pins:
             except SwapIOError as error:  # harmless: the manifest has no pin, and the next resume removes it
                 logger.warning("%s", error)
 
-    def _seen(self, pin: Pin) -> Pin:
+    def _seen(self, pin: GenerationPin) -> GenerationPin:
         return pin if pin.finished else pin.model_copy(update={"finished": self.holds(pin)})
 
-    def mark(self, pin: Pin, folder: Path, digests: Sequence[str], portable: str | None = None) -> None:
+    def mark(self, pin: GenerationPin, folder: Path, digests: Sequence[str], portable: str | None = None) -> None:
         """Write the marker of a pin into a folder.
 
         Args:
@@ -307,7 +307,7 @@ class Pins:
         """
         of_rank = rank_name(self._rank, self._ranks)
         own = [path.parent if path.name == of_rank else path for path in self._directories]
-        marker = Marker(
+        marker = PinMarker(
             run=self._run,
             step=pin.step,
             digest=digests[0] if digests else None,
@@ -317,12 +317,12 @@ class Pins:
         )
         write_marker(folder, marker)
 
-    def unmark(self, pin: Pin) -> None:
+    def unmark(self, pin: GenerationPin) -> None:
         """Remove the marker of a pin's folder, unless the marker belongs to another pin. Raises SwapIOError."""
         if self.holds(pin):
             remove_marker(Path(pin.folder))
 
-    def holds(self, pin: Pin) -> bool:
+    def holds(self, pin: GenerationPin) -> bool:
         """Return whether the pin's folder has the pin's marker."""
         try:
             marker = read_marker(Path(pin.folder))
@@ -330,10 +330,10 @@ class Pins:
             return False
         return marker is not None and self._names(marker, pin)
 
-    def _names(self, marker: Marker, pin: Pin) -> bool:
+    def _names(self, marker: PinMarker, pin: GenerationPin) -> bool:
         return (marker.run, marker.digest_of(self._rank, self._ranks)) == (self._run, pin.digest)
 
-    def over(self, pin: Pin) -> bool:
+    def over(self, pin: GenerationPin) -> bool:
         """Return whether a pin's folder no longer needs the pinned generation.
 
         The generation is not needed if the folder has no marker after a crash, or if the folder now contains another
@@ -350,17 +350,17 @@ class Pins:
         return marker is None or not self._names(marker, pin)
 
 
-def is_gone(pin: Pin) -> bool:
+def is_gone(pin: GenerationPin) -> bool:
     """Return whether a pin's folder does not exist."""
     return not os.path.lexists(pin.folder)
 
 
-def pins_text(pins: Collection[Pin]) -> str:
+def pins_text(pins: Collection[GenerationPin]) -> str:
     """Return the pins as text for messages: each folder with its step, and with a note if the folder does not exist."""
     return ", ".join(f"{pin}{', which is gone' if is_gone(pin) else ''}" for pin in pins)
 
 
-def require_marker(folder: Path) -> Marker:
+def require_marker(folder: Path) -> PinMarker:
     """Return the marker of a checkpoint folder.
 
     Raises:

@@ -40,7 +40,7 @@ Text = Annotated[str, AfterValidator(_as_files_have_it)]
 """Text that can be encoded as UTF-8. JSON can contain half of a surrogate pair, which cannot be encoded."""
 
 
-class Record(BaseModel):
+class DiskRecord(BaseModel):
     """Data from disk. Every field has a type, unknown fields are errors, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -23,7 +23,7 @@ from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, Sw
 from infinity.io.disk_profile import profile_of
 from infinity.io.engine import Transfer
 from infinity.io.headers import headers_of
-from infinity.io.manifest import Header, StoreRecord, write_header
+from infinity.io.manifest import StoreRecord, SwapFileHeader, write_header
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class SwapStore:
         self.directories: list[StoreDirectory] = []
         self._members: list[_native.File] = []
         self._mode = mode
-        self._unwritten: list[Header] = []
+        self._unwritten: list[SwapFileHeader] = []
         self.rebuilt: list[str] = []
         require_paths(paths)
         try:
@@ -160,7 +160,7 @@ class SwapStore:
             nbytes=self.nbytes,
         )
         for index, directory in enumerate(held):
-            header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
+            header = SwapFileHeader(**dict(self.record), run=self.run, mode=mode, member=index)
             # This also syncs the directory, so that the swap file's name is durable before a manifest can refer to the
             # file.
             atomic_file.write_file(directory.header_path, write_header(header))

@@ -23,7 +23,7 @@ from infinity.optim.hyperparameters import (
 )
 from infinity.state.moments import KEPT, Moment, OptimizerName
 from infinity.state.request import require_accumulation_steps
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 
 NO_STATES = (
     "was frozen when the model was offloaded or its optimizer was made, so the store has no room for its optimizer "
@@ -54,7 +54,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
         self._coordinator: Coordinator | None = None
-        self._places: dict[nn.Parameter, Place] = {}
+        self._places: dict[nn.Parameter, ParameterPlace] = {}
         self._in_range: list[dict[str, Any]] | None = None  # hyperparameters at the last check
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
         groups, defaults = groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed}
@@ -117,9 +117,11 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self.param_groups, (self._places, self._members) = given, before
             raise
 
-    def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Coordinator | None, dict[nn.Parameter, Place]]:
+    def _find(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[Coordinator | None, dict[nn.Parameter, ParameterPlace]]:
         """Return the coordinator and the places of a new group's parameters. An empty group has no places."""
-        coordinator, places, new = self._coordinator, dict[nn.Parameter, Place](), len(self.param_groups)
+        coordinator, places, new = self._coordinator, dict[nn.Parameter, ParameterPlace](), len(self.param_groups)
         taken = {id(parameter): index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
         for parameter in parameters:
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
@@ -144,7 +146,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             places[parameter] = place
         return coordinator, places
 
-    def _enter(self, coordinator: Coordinator | None, places: dict[nn.Parameter, Place]) -> None:
+    def _enter(self, coordinator: Coordinator | None, places: dict[nn.Parameter, ParameterPlace]) -> None:
         """Register the last param group; `places` has the places of its parameters."""
         index = len(self.param_groups) - 1
         self._check(index, self.param_groups[index])

@@ -28,7 +28,7 @@ from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
 from infinity.state.moments import STORED_AS, Moment
 from infinity.state.request import GroupUpdate, SegmentRequest
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ _SKIPS_IN_A_ROW_MAX = 5
 _NAMES = ("params", "param_names")  # keys of a param group that name its parameters; all other keys are hyperparameters
 
 
-class _Active(NamedTuple):
+class _ActiveParameter(NamedTuple):
     """A parameter that has a gradient. `group` is the parameter's param group."""
 
     parameter: nn.Parameter
-    place: Place
+    place: ParameterPlace
     group: dict[str, Any]
     handle: GradientHandle
 
 
-class _State(dict[str, Any]):
+class _ParameterState(dict[str, Any]):
     """`optimizer.state[parameter]`: the parameter's step. The moments of the parameter are in the store."""
 
     def __missing__(self, key: str) -> NoReturn:
@@ -109,7 +109,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._inverse_scale = 1.0  # of the last step that was not skipped; 1 before the first step
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
-        self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(_ParameterState)
         self._inverse_scale = inverse_of(float(self.coordinator.world.size))
         self.coordinator.enter(self)
 
@@ -175,7 +175,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             facts[f"the rule of param group {index}"] = {key: str(value) for key, value in self._options(group)}
         return facts
 
-    def _active(self) -> list[_Active]:
+    def _active(self) -> list[_ActiveParameter]:
         """Return the parameters with a gradient, in the order of the groups."""
         with torch._C.DisableTorchFunctionSubclass():  # otherwise released parameters run Python code for each .grad
             every = [(parameter, group, parameter.grad) for group in self.param_groups for parameter in group["params"]]
@@ -191,17 +191,17 @@ class OffloadedOptimizer(GroupedOptimizer):
             if not isinstance(gradient, GradientHandle):  # set by hand
                 self.coordinator.set_gradient(place, gradient, accumulate=False)
                 gradient = parameter.grad = self.coordinator.handle(parameter, place)
-            active.append(_Active(parameter, place, group, gradient))
+            active.append(_ActiveParameter(parameter, place, group, gradient))
         return active
 
-    def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
+    def _sum_squares(self, active: list[_ActiveParameter]) -> tuple[float, float, str]:
         """Return two sums of squares of the gradients, and the name of a parameter whose gradient is not finite ('' if
         all are finite).
 
         The first sum is that of the gradients as they landed. The second sum is that of the gradients after torch's
         clipping.
         """
-        by_factor: dict[float, list[Place]] = {}
+        by_factor: dict[float, list[ParameterPlace]] = {}
         for each in active:
             by_factor.setdefault(each.handle.factors.clip, []).append(each.place)
         landed = clipped = 0.0
@@ -240,7 +240,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             return {}
         with torch._C.DisableTorchFunctionSubclass():  # as in _active
             active = [
-                _Active(parameter, self._places[parameter], self.param_groups[index], gradient)
+                _ActiveParameter(parameter, self._places[parameter], self.param_groups[index], gradient)
                 for parameter, index in self._members.get(unit, {}).items()
                 if isinstance(gradient := parameter.grad, GradientHandle) and index < len(self.param_groups)
             ]
@@ -271,14 +271,14 @@ class OffloadedOptimizer(GroupedOptimizer):
                 "are those of the last good step. Lower the learning rate, check the data and the loss for NaN."
             )
 
-    def _update(self, active: list[_Active], grad_scale: float) -> None:
+    def _update(self, active: list[_ActiveParameter], grad_scale: float) -> None:
         requests, after = self._requests(active, grad_scale)
         self.coordinator.update(requests)
         for parameter, state in after.items():
             self.state[parameter].update(state)
 
     def _requests(
-        self, active: list[_Active], grad_scale: float
+        self, active: list[_ActiveParameter], grad_scale: float
     ) -> tuple[dict[tuple[int, int], GroupUpdate], dict[nn.Parameter, dict[str, Any]]]:
         """Return the update of each (unit, group), and the state of each parameter after that update."""
         segments: dict[tuple[int, int], list[SegmentRequest]] = {}
@@ -352,11 +352,11 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.last_grad_norm, self.skipped_steps = saved.last_grad_norm, saved.skipped_steps
         self._skips_in_a_row = saved.skips_in_a_row
 
-    def _claim(self, places: Mapping[nn.Parameter, Place]) -> None:
+    def _claim(self, places: Mapping[nn.Parameter, ParameterPlace]) -> None:
         for parameter, place in places.items():
             state = self._unclaimed.pop(place.spec.name, None)
             if state is not None:
-                self.state[parameter] = _State(state)
+                self.state[parameter] = _ParameterState(state)
 
     def restore_hyperparameters(self, saved: OptimizerRecord) -> None:
         """Restore learning rates and other hyperparameters in a resumed run, as torch's load_state_dict does.
@@ -447,7 +447,9 @@ class OffloadedOptimizer(GroupedOptimizer):
                 )
         state = {key: self._own_state(own[key], state) for key, state in states.items()}
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
-        self.state = defaultdict(_State, {parameter: _State(each) for parameter, each in self.state.items()})
+        self.state = defaultdict(
+            _ParameterState, {parameter: _ParameterState(each) for parameter, each in self.state.items()}
+        )
 
     def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state that a state_dict names, after a check that the store has this state."""

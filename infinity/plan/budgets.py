@@ -16,13 +16,13 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.device_memory import usable_cores
-from infinity.plan.gradient_ring import Ring, rings_of
+from infinity.plan.gradient_ring import RingSize, rings_of
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, TierSplit
-from infinity.plan.plan_input import Limits, PlanInput
+from infinity.plan.plan_input import MemoryLimits, PlanInput
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookedModule
 from infinity.state.dtypes import master_format, native_name
-from infinity.state.unit import Group, Unit
+from infinity.state.unit import FlatParameterGroup, Unit
 
 _STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
@@ -81,9 +81,9 @@ class Budgets:
             no update speculates, the staging uses this memory.
     """
 
-    limits: Limits
+    limits: MemoryLimits
     slot_bytes: int
-    ring: Ring
+    ring: RingSize
     longest_ring_bytes: int
     decoding_bytes: int
     decodes: bool
@@ -159,7 +159,7 @@ def _require_isa() -> None:
         raise ConfigError(str(error)) from error
 
 
-def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool) -> int:
+def _tile_bytes(group: FlatParameterGroup, config: SwapConfig, numel: int, *, gradients: bool) -> int:
     return _native.UpdatePipeline.staging_tile_bytes(
         min(numel, group.numel),
         weight_dtype=native_name(group.dtype),
@@ -186,7 +186,7 @@ def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
 
-def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
+def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, RingSize, int]:
     """Return the bytes of device memory for fetched weights, the ring for gradients, and the bytes of the longest ring.
 
     The ring is the longest one that leaves enough memory for the weights (gradient_ring.py).
@@ -204,7 +204,7 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
     longest = rings[-1].nbytes
     decoding = 0 if limits.in_place else inputs.decoding_bytes
 
-    def ring_beside(nbytes: int) -> Ring:
+    def ring_beside(nbytes: int) -> RingSize:
         room = min(limits.device // 4, limits.device - nbytes - decoding)
         return next((ring for ring in reversed(rings) if ring.nbytes <= room), rings[0])
 
@@ -250,12 +250,12 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
     return round_up(slots, PAGE_BYTES), ring, longest
 
 
-def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
+def fits_slots(units: Iterable[Unit], limits: MemoryLimits) -> bool:
     """Return whether all weights certainly fit the slots. Then no weight is fetched twice between two updates."""
     return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
 
 
-def _config_bytes(limits: Limits, nbytes: int) -> str:
+def _config_bytes(limits: MemoryLimits, nbytes: int) -> str:
     """Return the value of memory.device with which each rank gets `nbytes`.
 
     If memory.device is a part of RAM, the ranks divide memory.device.

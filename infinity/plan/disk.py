@@ -17,7 +17,7 @@ _SHARE = 0.9  # share of the free space; the run may write other files to the re
 
 
 @dataclass(frozen=True)
-class Disks:
+class DiskLimits:
     """Facts about the disks that a plan needs.
 
     Attributes:
@@ -32,12 +32,12 @@ class Disks:
     free_bytes: int | None = None
 
 
-def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
+def disks_of(config: SwapConfig, ranks: int = 1) -> DiskLimits:
     """Return the facts about this machine's disks: their free space, and the rates that infinity-bench measured."""
     known = profiles_of(config.nvme.paths)
     rate = sum(profile.mixed_rate for profile in known) if known else None
     paths = config.nvme.paths
-    return Disks(room_bytes(paths) // ranks, rate, _free_bytes(paths) // ranks)
+    return DiskLimits(room_bytes(paths) // ranks, rate, _free_bytes(paths) // ranks)
 
 
 def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:

@@ -12,7 +12,7 @@ from infinity.state.unit import Unit
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingSize:
     """One size of the ring.
 
     Attributes:
@@ -24,7 +24,7 @@ class Ring:
     adds_up: bool = False
 
 
-def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
+def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[RingSize]:
     """Return the useful sizes of the ring, the smallest first.
 
     The sizes are:
@@ -39,12 +39,12 @@ def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
         sites: the units that each module needs; empty: every unit has a module of its own.
     """
     if inputs.limits.in_place:
-        return [Ring(0)]
+        return [RingSize(0)]
     units = [unit.full for unit in inputs.units]
     two = sorted(unit.gradient_bytes for unit in units)[-2:]
-    rings = [Ring(inputs.ring_bytes_min), Ring(sum(two))]
+    rings = [RingSize(inputs.ring_bytes_min), RingSize(sum(two))]
     if inputs.config.vertical:
-        rings.append(Ring(_adding_up(units, sites), adds_up=True))
+        rings.append(RingSize(_adding_up(units, sites), adds_up=True))
     return rings
 
 

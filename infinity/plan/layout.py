@@ -16,10 +16,10 @@ from functools import cached_property
 from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
-from infinity.plan.placement import GradientPlacement, Placement, TierSplit
+from infinity.plan.placement import GradientPlacement, StatePlacement, TierSplit
 from infinity.plan.plan_input import PlanInput, UnitBytes
 from infinity.state.dtypes import master_format
-from infinity.state.unit import Group, Unit
+from infinity.state.unit import FlatParameterGroup, Unit
 
 _EXTENT_RECORD_BYTES = 256
 _BODY_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class GroupLayout:
         states: places of the group's optimizer states, by name; empty if the group is frozen.
     """
 
-    group: Group
+    group: FlatParameterGroup
     master: _native.MasterName
     weight: StateLayout
     states: Mapping[str, StateLayout]
@@ -148,7 +148,7 @@ class ArenaBytes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StorageLayout:
     """Every extent and every lease.
 
     Attributes:
@@ -195,7 +195,7 @@ class Layout:
         return sum(state.nbytes for unit in self.units for group in unit.groups for state in group.states.values())
 
 
-class _SwapFile:
+class _ExtentAllocator:
     """Allocator of extents in the swap file, from the start of the file on."""
 
     def __init__(self) -> None:
@@ -208,16 +208,18 @@ class _SwapFile:
         return offsets
 
 
-def lay_out(inputs: PlanInput, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
+def lay_out(
+    inputs: PlanInput, placement: StatePlacement, gradients: GradientPlacement, budgets: Budgets
+) -> StorageLayout:
     """Choose the place of every extent and every lease."""
-    file = _SwapFile()
+    file = _ExtentAllocator()
     kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.units]
     kept_bytes = file.nbytes
     spilled = [_lay_out_gradients(unit, gradients, file) for unit in inputs.units]
     units = tuple(map(UnitLayout, (unit.local for unit in inputs.units), kept, spilled))
     stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
     swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
-    return Layout(
+    return StorageLayout(
         units=units,
         swap=swap,
         arena=_lay_out_arena(units, placement, budgets),
@@ -227,7 +229,7 @@ def lay_out(inputs: PlanInput, placement: Placement, gradients: GradientPlacemen
 
 
 def _lay_out_groups(
-    unit: UnitBytes, inputs: PlanInput, placement: Placement, file: _SwapFile
+    unit: UnitBytes, inputs: PlanInput, placement: StatePlacement, file: _ExtentAllocator
 ) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
@@ -250,7 +252,9 @@ def _lay_out_groups(
     )
 
 
-def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _SwapFile) -> tuple[StateLayout, ...]:
+def _lay_out_gradients(
+    unit: UnitBytes, gradients: GradientPlacement, file: _ExtentAllocator
+) -> tuple[StateLayout, ...]:
     layouts = []
     for group in unit.groups:
         scratch = gradients.scratch_bytes(unit, group)
@@ -259,7 +263,7 @@ def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _Swa
     return tuple(layouts)
 
 
-def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
+def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budgets: Budgets) -> ArenaBytes:
     limits = budgets.limits
     slots_are_here = limits.in_place and (limits.slice_count or placement.weights.tier == "nvme" or budgets.decodes)
     weights = sum(unit.weight_lease_bytes for unit in units)
@@ -278,7 +282,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: B
     )
 
 
-def _manifest_bytes(stored: Sequence[int], placement: Placement) -> int:
+def _manifest_bytes(stored: Sequence[int], placement: StatePlacement) -> int:
     if not placement.commit_every:
         return 0
     sums = sum(sum_bytes(nbytes) for nbytes in stored)

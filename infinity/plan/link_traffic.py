@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.nvme_traffic import gradient_traffic, traffic
-from infinity.plan.placement import Placement
+from infinity.plan.placement import StatePlacement
 from infinity.plan.plan_input import PlanInput, UnitBytes
 from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculating
 from infinity.plan.slot_simulator import FetchCounts, SlotSimulator, in_order
@@ -88,7 +88,7 @@ class UnitFetches:
 
 def link_bytes(
     inputs: PlanInput,
-    placement: Placement,
+    placement: StatePlacement,
     budgets: Budgets,
     sites: Sequence[HookedModule] = (),
     *,
@@ -155,7 +155,7 @@ def _decoded_bytes(unit: UnitBytes) -> int:
 
 
 def unit_fetches(
-    inputs: PlanInput, placement: Placement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
+    inputs: PlanInput, placement: StatePlacement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
 ) -> dict[int, UnitFetches]:
     """Return the uses of each unit, by index.
 
@@ -212,12 +212,12 @@ def _from_top(inputs: PlanInput, sizes: Collection[int], slot_bytes: int) -> Cal
     return long_from_top(slot_bytes) if inputs.limits.in_place else unusual_from_top(sizes)
 
 
-def _takes_slot(inputs: PlanInput, placement: Placement, unit: UnitBytes) -> bool:
+def _takes_slot(inputs: PlanInput, placement: StatePlacement, unit: UnitBytes) -> bool:
     at_home = inputs.limits.used_at_home and unit.index in placement.weights.in_ram
     return unit.full.weight_bytes > 0 and not (at_home and not unit.encoded)
 
 
-def speculates(inputs: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
+def speculates(inputs: PlanInput, placement: StatePlacement, *, clips: bool) -> frozenset[int]:
     """Return the units whose updates begin during the backward pass.
 
     Without `clips`, every speculative update is assumed to be right. With `clips`, all steps are assumed to clip.

@@ -10,7 +10,7 @@ from infinity.plan.plan_input import PlanInput, UnitBytes
 
 
 @dataclass(frozen=True)
-class Traffic:
+class NvmeTraffic:
     """NVMe bytes of a step in which no slot is kept after a pass.
 
     Each pass reads the weights once for the forward and once for the backward. The update reads them once more.
@@ -37,7 +37,7 @@ def traffic(
     weights_in_ram: Collection[int],
     states_in_ram: Collection[int],
     gradients_in_ram: Collection[int],
-) -> Traffic:
+) -> NvmeTraffic:
     """Count the NVMe bytes of a step. Each collection has the indices of the units that have the named state in RAM."""
     passes, read, written, committed = inputs.passes, 0, 0, 0
     for unit in inputs.units:
@@ -56,7 +56,7 @@ def traffic(
             read += moved
             written += moved
     committed = committed if inputs.commit_every else 0
-    return Traffic(read, written, committed, committed // max(inputs.commit_every, 1))
+    return NvmeTraffic(read, written, committed, committed // max(inputs.commit_every, 1))
 
 
 def gradient_traffic(inputs: PlanInput, unit: UnitBytes) -> int:

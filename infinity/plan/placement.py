@@ -57,7 +57,7 @@ class TierSplit:
 
 
 @dataclass(frozen=True)
-class Form:
+class NumberFormats:
     """The number formats in which states are kept.
 
     Attributes:
@@ -93,7 +93,7 @@ class UpdateTiming:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Tiers and forms of all states, and the times of updates and commits.
 
     Attributes:
@@ -107,7 +107,7 @@ class Placement:
     weights: TierSplit
     optimizer: TierSplit
     gradients: TierSplit
-    form: Form
+    form: NumberFormats
     updates: UpdateTiming
     activations: str
     commits: CommitFrequency
@@ -126,7 +126,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class PlacedStates:
+class ChosenTiers:
     """Tiers of weights and states, and the memory that these need.
 
     Attributes:
@@ -143,7 +143,7 @@ class PlacedStates:
     host_bytes: int
 
 
-def place(inputs: PlanInput, room: int) -> PlacedStates:
+def place(inputs: PlanInput, room: int) -> ChosenTiers:
     """Choose the tiers of weights and states.
 
     Where the config leaves the tier open, weights and states take at most `room` bytes of host memory. This limit
@@ -157,7 +157,7 @@ def place(inputs: PlanInput, room: int) -> PlacedStates:
     if inputs.config.optimizer == "auto":
         optimizer = _place_states(inputs, room - _host_bytes(inputs, weights, fixed) - transfers)
     host = transfers + _host_bytes(inputs, weights, optimizer.in_ram)
-    return PlacedStates(weights, optimizer, upload, bounce, host)
+    return ChosenTiers(weights, optimizer, upload, bounce, host)
 
 
 def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) -> TierSplit:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
-from infinity.plan.layout import Layout, SwapBytes
+from infinity.plan.layout import StorageLayout, SwapBytes
 from infinity.plan.link_traffic import LinkBytes, link_bytes
 from infinity.plan.nvme_traffic import traffic
-from infinity.plan.placement import Placement
-from infinity.plan.plan_input import NO_PEERS, Peers, PlanInput
+from infinity.plan.placement import StatePlacement
+from infinity.plan.plan_input import NO_PEERS, PeerFacts, PlanInput
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookedModule
-from infinity.state.shard import Cut
+from infinity.state.shard import RankPartition
 
 _OVERLAP = {
     "auto": "during backward while that works out, otherwise before the next forward",
@@ -78,11 +78,11 @@ class Plan:
     """
 
     device: str
-    placement: Placement
+    placement: StatePlacement
     budgets: Budgets
-    layout: Layout
+    layout: StorageLayout
     forecast: TrafficForecast
-    peers: Peers = NO_PEERS
+    peers: PeerFacts = NO_PEERS
 
     @property
     def needs_store(self) -> bool:
@@ -150,9 +150,9 @@ class Plan:
 
 def forecast(
     inputs: PlanInput,
-    placement: Placement,
+    placement: StatePlacement,
     budgets: Budgets,
-    layout: Layout,
+    layout: StorageLayout,
     sites: Sequence[HookedModule],
     *,
     saves_bytes: int,
@@ -178,11 +178,11 @@ def forecast(
 # -- description for the log -------------------------------------------------------------------------------------------
 
 
-def _rank(cut: Cut) -> str:
+def _rank(cut: RankPartition) -> str:
     return "" if cut.whole else f": what rank {cut.index} of {cut.count} keeps"
 
 
-def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
+def _between_ranks(peers: PeerFacts, layout: StorageLayout) -> list[str]:
     """Return the log's line about the ranks from which weights are gathered; empty if there is one rank."""
     if peers.cut.whole:
         return []
@@ -199,7 +199,7 @@ def _share(held_bytes: int, held: int, count: int) -> str:
     return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
 
 
-def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
+def _gradients(placement: StatePlacement, budgets: Budgets, layout: StorageLayout) -> str:
     accumulation = "any number of micro-batches" if placement.accumulates else "one backward pass per step"
     if placement.gradients.tier == "nvme":
         passes = "" if placement.form.gradient_fp32 else "of one backward pass "
@@ -210,7 +210,7 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
     return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
 
 
-def _encoded(layout: Layout) -> str:
+def _encoded(layout: StorageLayout) -> str:
     """Return the log's words about encoded weights: their number and their form; '' if no weights are encoded at
     home."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
@@ -225,7 +225,7 @@ def _saving(forecast: TrafficForecast) -> list[str]:
     return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []
 
 
-def _swap(swap: SwapBytes, placement: Placement) -> str:
+def _swap(swap: SwapBytes, placement: StatePlacement) -> str:
     """Return the size of the swap file and the sizes of its parts, as words for the log."""
     others = {
         (False, False): "",
@@ -242,7 +242,7 @@ def _swap(swap: SwapBytes, placement: Placement) -> str:
     return f"{format_bytes(swap.nbytes)}{f' = {said}' if said else ''}"
 
 
-def _commits(placement: Placement) -> str:
+def _commits(placement: StatePlacement) -> str:
     if not placement.commit_every:
         return f"{placement.commits}: a run that is killed must start again from a saved model"
     pins = f" and {placement.pins} pinned at most" if placement.pins else ""
@@ -251,7 +251,7 @@ def _commits(placement: Placement) -> str:
     return f"{placement.commits}, {kept}, each state in {copies} copies: all of it reserved now"
 
 
-def _updates(placement: Placement, budgets: Budgets) -> str:
+def _updates(placement: StatePlacement, budgets: Budgets) -> str:
     updates = placement.updates
     text = f"{_OVERLAP[updates.overlap]} (overlap: {updates.overlap})"
     if budgets.staging.ahead_bytes:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infinity.config import SwapConfig
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.sizes import PAGE_BYTES
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
-from infinity.state.shard import Cut
-from infinity.state.unit import Group, Unit
+from infinity.state.shard import RankPartition
+from infinity.state.unit import FlatParameterGroup, Unit
 
 _CHECKSUM_BYTES = 4  # bytes of RAM for each page of the swap file
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """The two budgets: device memory and host memory.
 
     Attributes:
@@ -66,7 +66,7 @@ class GroupBytes:
             parameter are added in fp32. 0 if the group is frozen.
     """
 
-    group: Group
+    group: FlatParameterGroup
     states: Mapping[str, int]
     gradient_native: int
     gradient_fp32: int
@@ -78,7 +78,7 @@ class GroupBytes:
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerFacts:
     """Facts about the other ranks that a plan needs.
 
     Attributes:
@@ -91,15 +91,15 @@ class Peers:
             (sharded/gathered_slots.py); None: G is the group of all ranks.
     """
 
-    cut: Cut
+    cut: RankPartition
     on_machine: int
     sharded: bool = True
     memory: tuple[int, int] | None = None
-    near: Cut | None = None
+    near: RankPartition | None = None
 
     @property
     def slice_count(self) -> int:
-        """Number of ranks over which every unit is divided (Limits.slice_count)."""
+        """Number of ranks over which every unit is divided (MemoryLimits.slice_count)."""
         return self.cut.count if self.sharded else 0
 
     @property
@@ -109,7 +109,7 @@ class Peers:
         return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.sharded else {}
 
 
-NO_PEERS = Peers(Cut(1, 0), 1, sharded=False)
+NO_PEERS = PeerFacts(RankPartition(1, 0), 1, sharded=False)
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class PlanInput:
     """
 
     config: SwapConfig
-    limits: Limits
-    disks: Disks
+    limits: MemoryLimits
+    disks: DiskLimits
     units: tuple[UnitBytes, ...]
     stored: tuple[Moment, ...]
     known_passes: int | None
@@ -293,7 +293,7 @@ class PlanInput:
         return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
 
-def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
+def count(group: FlatParameterGroup, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
     """Count the bytes of one group, for an optimizer that keeps the moments `stored`."""
     if not group.trainable or not group.numel:
         return GroupBytes(group, {}, 0, 0)
@@ -306,7 +306,7 @@ def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBy
     )
 
 
-def secondary_bytes(units: Iterable[Unit], near: Cut) -> int:
+def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:
     """Return the bytes of the copies of weight slices that a rank keeps for the gather group G.
 
     Units that stay in their slots until they are updated need no copy.

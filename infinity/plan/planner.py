@@ -33,25 +33,25 @@ from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, UpdateStaging, copies_bytes, device_bytes, fits_slots, plan_staging
 from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, CommitFrequency, frequency_of
 from infinity.plan.device_memory import available_device_bytes, available_host_bytes
-from infinity.plan.disk import Disks, disks_of
+from infinity.plan.disk import DiskLimits, disks_of
 from infinity.plan.layout import lay_out
-from infinity.plan.nvme_traffic import Traffic, traffic
+from infinity.plan.nvme_traffic import NvmeTraffic, traffic
 from infinity.plan.placement import (
-    Form,
+    ChosenTiers,
     GradientPlacement,
-    PlacedStates,
-    Placement,
+    NumberFormats,
+    StatePlacement,
     TierSplit,
     gradient_placements,
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.plan_input import NO_PEERS, Limits, Peers, PlanInput, UnitBytes, count, secondary_bytes
+from infinity.plan.plan_input import NO_PEERS, MemoryLimits, PeerFacts, PlanInput, UnitBytes, count, secondary_bytes
 from infinity.plan.speculation_memory import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookedModule
 from infinity.state.moments import STORED
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
@@ -62,13 +62,13 @@ DEVICE_SHARE = 0.9
 
 def make_plan(
     units: Sequence[Unit],
-    terms: Terms,
+    terms: OffloadArguments,
     *,
     can_recompute: bool,
     sites: Sequence[HookedModule] = (),
-    peers: Peers = NO_PEERS,
+    peers: PeerFacts = NO_PEERS,
     commits: CommitFrequency | None = None,
-    disks: Disks | None = None,
+    disks: DiskLimits | None = None,
 ) -> Plan:
     """Place every state, and decide how often to commit if the config leaves this open.
 
@@ -113,7 +113,7 @@ def make_plan(
 
 
 def _with_commits(
-    plan: Callable[[CommitFrequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
+    plan: Callable[[CommitFrequency], Plan], config: SwapConfig, disks: DiskLimits, *, trains: bool, resumes: bool
 ) -> Plan:
     """Return the plan that commits as often as it can at little cost, if the disks have room.
 
@@ -164,11 +164,11 @@ def _plan(
     ahead = ahead_bytes(inputs, placed, staging.tile_bytes, room, reserved.shadow_bytes)
     reserved, before = reserve_in_ram(inputs, placed, gradients, reserved, room - ahead), reserved
     host_bytes += reserved.host_bytes - before.host_bytes
-    placement = Placement(
+    placement = StatePlacement(
         weights=placed.weights,
         optimizer=placed.optimizer,
         gradients=TierSplit("nvme" if gradients.spills else "host", gradients.in_ram),
-        form=Form(config.master, config.moments, inputs.stored, gradients.fp32),
+        form=NumberFormats(config.master, config.moments, inputs.stored, gradients.fp32),
         updates=reserved.updates,
         activations=_activations(config, can_recompute),
         commits=commits,
@@ -204,16 +204,16 @@ def _plan(
     return plan
 
 
-def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS) -> Limits:
+def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PEERS) -> MemoryLimits:
     """Return the two budgets: the config's numbers, or a share of the memory that is available at present.
 
     Memory that the ranks of a machine have in common is divided by the number of these ranks.
     """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
-        return Limits(*peers.memory, in_place, peers.slice_count, ranks)
+        return MemoryLimits(*peers.memory, in_place, peers.slice_count, ranks)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
-    return Limits(
+    return MemoryLimits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
@@ -223,16 +223,16 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS)
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _PlacementChoice:
     """A placement of gradients, weights and states, and the memory for updates."""
 
     inputs: PlanInput
     staging: UpdateStaging
-    placed: PlacedStates
+    placed: ChosenTiers
     gradients: GradientPlacement
 
     @cached_property
-    def moved(self) -> Traffic:
+    def moved(self) -> NvmeTraffic:
         placed = self.placed
         return traffic(self.inputs, placed.weights.in_ram, placed.optimizer.in_ram, self.gradients.in_ram)
 
@@ -254,7 +254,7 @@ class _Choice:
         return min(self.inputs.limits.host - used, wanted_in_ram(self.inputs, self.placed, self.gradients))
 
 
-def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
+def _place(inputs: PlanInput, *, resumes: bool) -> _PlacementChoice:
     """Return the first placement of the gradients that fits.
 
     If a step is known to have one pass, return the placement that moves the fewest bytes. If several placements move
@@ -268,7 +268,7 @@ def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
     return min([first, *others], key=lambda each: (each.choice_bytes, -each.shadow_bytes))
 
 
-def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
+def _may_replace(first: _PlacementChoice, other: _PlacementChoice, *, resumes: bool) -> bool:
     """Return whether the placement `other` may be used instead of `first`.
 
     If gradients can add up with `first`, they must be able to add up with `other`, too: a second pass may come although
@@ -285,7 +285,7 @@ def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
     return kept + gradients.swap_bytes <= other.inputs.disks.room_bytes
 
 
-def _fitting(inputs: PlanInput) -> Iterator[_Choice]:
+def _fitting(inputs: PlanInput) -> Iterator[_PlacementChoice]:
     """Yield the placements of gradients that leave room for the necessary memory, the best first.
 
     Each choice includes the placement of the weights and states that fit. If memory is short, the update gets fewer
@@ -312,7 +312,7 @@ def _fitting(inputs: PlanInput) -> Iterator[_Choice]:
                 placed = place(inputs, room - shadow)
             if placed.host_bytes <= room:
                 found = True
-                yield _Choice(inputs, staging, placed, gradients)
+                yield _PlacementChoice(inputs, staging, placed, gradients)
                 break
     if found:
         return
@@ -327,7 +327,7 @@ def _fitting(inputs: PlanInput) -> Iterator[_Choice]:
     raise _host_error(inputs, least, gradients, needed)
 
 
-def _host_error(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, needed: int) -> PlanError:
+def _host_error(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement, needed: int) -> PlanError:
     config, largest = inputs.config, inputs.largest
     advice = [f"raise memory.host to {enough_bytes(needed * inputs.limits.ranks)}"]
     in_ram = {"weights": placed.weights.tier, "optimizer": placed.optimizer.tier}
@@ -350,7 +350,7 @@ def _host_error(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlac
     )
 
 
-def _require_paths(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> None:
+def _require_paths(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement) -> None:
     on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
     _require_paths_for(inputs.config, inputs.commit_every, on_nvme=on_nvme)
 

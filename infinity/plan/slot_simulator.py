@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.plan.policy import to_prefetch, victims
 from infinity.plan.visit_trace import VisitTrace
 from infinity.state.discover import HookedModule
@@ -70,7 +70,7 @@ class SlotSimulator:
         self._sizes = sizes
         self._room = room
         self._trace = VisitTrace([index for index, _ in self._visits])
-        self._slots = _Slots(room, from_top)
+        self._slots = _SimulatedSlots(room, from_top)
         self._fetched: dict[int, FetchCounts] = {}
 
     def steady(self, void: Collection[int]) -> dict[int, FetchCounts]:
@@ -131,14 +131,14 @@ def _mean(each: Sequence[FetchCounts]) -> FetchCounts:
     return FetchCounts(*(total / len(each) for total in totals))
 
 
-class _Slots:
+class _SimulatedSlots:
     """The memory that units are fetched into; `nbytes` and `from_top` are SlotSimulator's room and from_top.
 
     `there` has the units that have a slot.
     """
 
     def __init__(self, nbytes: int, from_top: Callable[[int], bool] | None) -> None:
-        self._space = None if from_top is None else Space(None, 0, nbytes)
+        self._space = None if from_top is None else ArenaRegion(None, 0, nbytes)
         self._from_top = from_top
         self._free = nbytes
         self.there: dict[int, tuple[int, Lease | None]] = {}

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.plan import policy
-from infinity.plan.placement import GradientPlacement, PlacedStates, UpdateTiming
+from infinity.plan.placement import ChosenTiers, GradientPlacement, UpdateTiming
 from infinity.plan.plan_input import PlanInput, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
@@ -42,7 +42,7 @@ class SpeculationMemory:
     host_bytes: int = 0
 
 
-def reserve(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, room: int) -> SpeculationMemory:
+def reserve(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement, room: int) -> SpeculationMemory:
     """Reserve the memory and the second copies that speculative updates need.
 
     Updates of units whose gradients spill do not speculate, because such an update must wait until the gradients were
@@ -83,7 +83,7 @@ def reserve(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacemen
 
 
 def reserve_in_ram(
-    inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, before: SpeculationMemory, room: int
+    inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement, before: SpeculationMemory, room: int
 ) -> SpeculationMemory:
     """Reserve memory and second copies for units whose states rest in RAM ([Note: speculation in RAM]).
 
@@ -138,7 +138,7 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
     return frozenset(chosen) | as_far_as(((index, nbytes) for index, nbytes in costs if index not in chosen), room)
 
 
-def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> list[UnitBytes]:
+def _resting(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement) -> list[UnitBytes]:
     """Return the units with states in RAM whose updates should speculate, in the reverse order of the model."""
     overlap, limits = inputs.config.overlap, inputs.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
@@ -147,7 +147,7 @@ def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlaceme
     return [unit for unit in reversed(resting) if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
-def wanted_in_ram(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
+def wanted_in_ram(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement) -> int:
     """Return the bytes of shadows that allow all updates of states in RAM to speculate."""
     return sum(_shadow_bytes(unit, placed) for unit in _resting(inputs, placed, gradients))
 
@@ -165,19 +165,19 @@ def _none(reason: str) -> SpeculationMemory:
     return SpeculationMemory(UpdateTiming("before_forward", reason))
 
 
-def _copy_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
+def _copy_bytes(unit: UnitBytes, placed: ChosenTiers) -> int:
     """Return the bytes of a second copy, in the swap file, of the states that a unit's update changes."""
     state = 0 if unit.index in placed.optimizer.in_ram else unit.state
     return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
 
 
-def _shadow_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
+def _shadow_bytes(unit: UnitBytes, placed: ChosenTiers) -> int:
     """Return the bytes of the shadow of a unit whose states rest in RAM."""
     return unit.state + (unit.weight if unit.index in placed.weights.in_ram else 0)
 
 
 def _swap_bytes(
-    inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, reserved: SpeculationMemory
+    inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement, reserved: SpeculationMemory
 ) -> int:
     """Return the bytes of the swap file, including the second copies that are reserved."""
     spare = sum(_copy_bytes(unit, placed) for unit in inputs.units if unit.index in reserved.updates.spare_units)
@@ -191,7 +191,7 @@ def _reach(inputs: PlanInput, swap_bytes: int, room: int) -> int:
     return min(free, int(room / per_byte)) if per_byte else free
 
 
-def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
+def shadow_wanted(inputs: PlanInput, placed: ChosenTiers) -> int:
     """Return the host memory that is reserved for shadows before states are kept in RAM; 0 if states do not need this
     memory."""
     config = inputs.config
@@ -204,7 +204,7 @@ def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
-def ahead_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, room: int, shadow_bytes: int) -> int:
+def ahead_bytes(inputs: PlanInput, placed: ChosenTiers, tile_bytes: int, room: int, shadow_bytes: int) -> int:
     """Return the bytes of staging, in whole tiles, for states that are read ahead.
 
     Args:
@@ -221,7 +221,7 @@ def ahead_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, room: 
     return max(min(room, wanted), 0) // tile_bytes * tile_bytes
 
 
-def _lent_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, shadow_bytes: int) -> int:
+def _lent_bytes(inputs: PlanInput, placed: ChosenTiers, tile_bytes: int, shadow_bytes: int) -> int:
     """Return the bytes of the tiles that fit the shadows.
 
     Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
@@ -236,6 +236,6 @@ def _lent_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, shadow
     return lent
 
 
-def _moved(inputs: PlanInput, placed: PlacedStates) -> list[UnitBytes]:
+def _moved(inputs: PlanInput, placed: ChosenTiers) -> list[UnitBytes]:
     """Return the units whose states come from NVMe."""
     return [unit for unit in inputs.units if unit.state and unit.index not in placed.optimizer.in_ram]

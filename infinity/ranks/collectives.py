@@ -22,21 +22,23 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from infinity.errors import NotAvailableError
-from infinity.ranks.operations import AllToAll, Gather, Operation
-from infinity.ranks.ranks import Group
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation
+from infinity.ranks.ranks import RankGroup
 
 
-def check(operation: Operation, gather: Group, shard: Group) -> None:
+def check(operation: CollectiveOperation, gather: RankGroup, shard: RankGroup) -> None:
     """Check the buffers of a collective. Raises ValueError or NotAvailableError if a buffer is not suitable."""
     moved = operation.collective
-    if isinstance(moved, Gather):
+    if isinstance(moved, AllGather):
         _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
     elif isinstance(moved, AllToAll):
         _check_buffer(operation, "send", moved.send, moved.send_splits, shard)
         _check_buffer(operation, "receive", moved.receive, moved.receive_splits, shard)
 
 
-def _check_buffer(operation: Operation, which: str, buffer: torch.Tensor, sizes: Sequence[int], group: Group) -> None:
+def _check_buffer(
+    operation: CollectiveOperation, which: str, buffer: torch.Tensor, sizes: Sequence[int], group: RankGroup
+) -> None:
     where = f"{which} of {operation.name}"
     if buffer.device.type != "cpu":
         raise NotAvailableError(f"{where} is on {buffer.device}: ranks exchange host memory only")
@@ -48,10 +50,10 @@ def _check_buffer(operation: Operation, which: str, buffer: torch.Tensor, sizes:
         )
 
 
-def alone(operation: Operation) -> list[bytes]:
+def alone(operation: CollectiveOperation) -> list[bytes]:
     """Carry out a collective of one rank."""
     moved = operation.collective
-    if isinstance(moved, Gather):
+    if isinstance(moved, AllGather):
         return []
     if isinstance(moved, AllToAll):
         moved.receive.copy_(moved.send)
@@ -59,7 +61,7 @@ def alone(operation: Operation) -> list[bytes]:
     return [moved.payload]
 
 
-def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Work]:
+def begin_gather(moved: AllGather, group: RankGroup, talking: ProcessGroup) -> list[Work]:
     """Start one broadcast from each rank that has a slice."""
     ends = list(accumulate(moved.slices))
     return [

@@ -6,10 +6,10 @@ Only this thread uses the process groups, so that collectives have the same orde
     header of k → functions in `after` of k → headers compared → k issued → header of k + 1 → k awaited → ticket of k
     done
 
-If operation k + 1 is submitted while k is in flight, its header is sent at once, unless k is a `Control`, which uses
-the same group as headers. Every wait has a limit: several times a second the thread asks the watch for a failure (see
-watch.py), and after the deadline the thread asks which rank is missing. The functions in `after` must limit their own
-waits.
+If operation k + 1 is submitted while k is in flight, its header is sent at once, unless k is a `ControlMessage`, which
+uses the same group as headers. Every wait has a limit: several times a second the thread asks the watch for a failure
+(see watch.py), and after the deadline the thread asks which rank is missing. The functions in `after` must limit their
+own waits.
 
 For a header, each rank sends a message to each other rank. On two busy cores this took 1 to 1.5 ms with 2 processes,
 and 2 to 4 ms with 4 processes. Nearly all of this time was spent waiting for a core.
@@ -41,8 +41,8 @@ from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.errors import PeerError
 from infinity.quoting import raised
 from infinity.ranks import collectives, headers
-from infinity.ranks.headers import Header
-from infinity.ranks.operations import Control, Gather, Operation
+from infinity.ranks.headers import OperationHeader
+from infinity.ranks.operations import AllGather, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.watch import Trouble
 
@@ -51,11 +51,11 @@ _CLOSE_S = 5.0
 _LAST_BYTES_S = 1.0  # seconds to wait for the last bytes of a rank that has closed
 _PLACE = re.compile(r"^\[\S+:\d+\] ")  # file and line in gloo's sources
 
-# Progress of a rank in an operation, which the rank reports when another rank asks (Watch.note).
+# Progress of a rank in an operation, which the rank reports when another rank asks (PeerWatch.note).
 _ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
 
 
-class Ticket:
+class OperationFuture:
     """Result of a submitted operation. Any thread may wait for the result."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Ticket:
             return self._done.wait(timeout_s)
 
     def result(self) -> list[bytes]:
-        """Wait for the operation. If it failed, raise its error. Return the bytes of each rank for a `Control`;
+        """Wait for the operation. If it failed, raise its error. Return the bytes of each rank for a `ControlMessage`;
         otherwise [].
 
         Raises:
@@ -98,12 +98,14 @@ class Ticket:
         return self._told
 
 
-class _InFlight:
+class _OperationInFlight:
     """Operation whose header was sent, and the headers of all ranks for this operation."""
 
-    def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks, says: int) -> None:
+    def __init__(
+        self, operation: CollectiveOperation, ticket: OperationFuture, index: int, ranks: Ranks, says: int
+    ) -> None:
         self.operation, self.ticket, self.index = operation, ticket, index
-        self.header = Header.of(operation, index, ranks.gather, ranks.shard, says)
+        self.header = OperationHeader.of(operation, index, ranks.gather, ranks.shard, says)
         self._arriving = torch.empty(ranks.world * headers.NBYTES, dtype=torch.uint8)
         self.works: list[Work] = []
         if ranks.world > 1:
@@ -113,13 +115,13 @@ class _InFlight:
     def what(self) -> str:
         return f"{self.header.noun} {self.operation.name}"
 
-    def headers(self) -> list[Header]:
+    def headers(self) -> list[OperationHeader]:
         """Return the headers of ranks 0, 1, …. The `works` must be done."""
         data = self._arriving.numpy().tobytes()
-        return [Header.decode(data[at : at + headers.NBYTES]) for at in range(0, len(data), headers.NBYTES)]
+        return [OperationHeader.decode(data[at : at + headers.NBYTES]) for at in range(0, len(data), headers.NBYTES)]
 
 
-class Exchange:
+class RankExchange:
     """The collectives of one offloaded model, which have the same order on all ranks.
 
     Every rank must submit the same operations in the same order, but not at the same time. Before each operation the
@@ -141,9 +143,9 @@ class Exchange:
         self._says = 0
         self._ranks = ranks
         self._changed = threading.Condition()
-        self._queue: deque[tuple[Operation, Ticket]] = deque()
+        self._queue: deque[tuple[CollectiveOperation, OperationFuture]] = deque()
         self._index = 0
-        self._begun: deque[_InFlight] = deque()  # the operation in flight, perhaps also the next header
+        self._begun: deque[_OperationInFlight] = deque()  # the operation in flight, perhaps also the next header
         self._works: list[Work] = []  # works of the operation in flight, which use its memory
         self._awaited: Sequence[Work] = ()
         self._broken: PeerError | None = None
@@ -172,7 +174,7 @@ class Exchange:
         """Number of ranks."""
         return self._ranks.world
 
-    def submit(self, operation: Operation) -> Ticket:
+    def submit(self, operation: CollectiveOperation) -> OperationFuture:
         """Append an operation to the queue, without waiting.
 
         Raises:
@@ -183,7 +185,7 @@ class Exchange:
         """
         refuse_in_forked_child()
         collectives.check(operation, self._ranks.gather, self._ranks.shard)
-        ticket = Ticket()
+        ticket = OperationFuture()
         with self._changed:
             self.raise_if_broken()
             self._queue.append((operation, ticket))
@@ -191,8 +193,8 @@ class Exchange:
         return ticket
 
     def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
-        """Submit a `Control`, wait for it, and return the payload of each rank."""
-        return self.submit(Operation(Control(payload), subject, name)).result()
+        """Submit a `ControlMessage`, wait for it, and return the payload of each rank."""
+        return self.submit(CollectiveOperation(ControlMessage(payload), subject, name)).result()
 
     def all_gather_at(self, name: str, payload: bytes) -> list[bytes]:
         """Do the work of all_gather, with a subject that is derived from `name`.
@@ -301,14 +303,14 @@ class Exchange:
                 return False
             operation, ticket = self._queue.popleft()
         try:
-            self._begun.append(_InFlight(operation, ticket, self._index, self._ranks, self._says))
+            self._begun.append(_OperationInFlight(operation, ticket, self._index, self._ranks, self._says))
         except RuntimeError as error:
             ticket._finish([], trouble := self._inquire("connection", operation.name, _first_words(error)))
             raise trouble from error
         self._index += 1
         return True
 
-    def _carry_out(self, begun: _InFlight) -> None:
+    def _carry_out(self, begun: _OperationInFlight) -> None:
         operation, watch, index = begun.operation, self._ranks.watch, begun.index
         for each in operation.after:
             watch.note(index, _BEFORE, f"the work before {begun.what}")
@@ -321,11 +323,11 @@ class Exchange:
         watch.note(index + 1, _ELSEWHERE, f"its own work after {begun.what}")
         begun.ticket._finish(told, None)
 
-    def _alone(self, begun: _InFlight) -> list[bytes]:
+    def _alone(self, begun: _OperationInFlight) -> list[bytes]:
         self.heard = [begun.header.says]
         return collectives.alone(begun.operation)
 
-    def _move(self, begun: _InFlight) -> list[bytes]:
+    def _move(self, begun: _OperationInFlight) -> list[bytes]:
         self._await(begun.works, begun.what)
         said = begun.headers()
         self.heard = [header.says for header in said]
@@ -339,15 +341,15 @@ class Exchange:
             raise
         self._ranks.watch.note(begun.index, _MOVING, begun.what)
         moved = begun.operation.collective
-        if isinstance(moved, Control):
+        if isinstance(moved, ControlMessage):
             return self._tell_all(moved.payload, begun.what, [header.sent for header in said])
-        group = self._ranks.gather if isinstance(moved, Gather) and moved.near else self._ranks.shard
+        group = self._ranks.gather if isinstance(moved, AllGather) and moved.near else self._ranks.shard
         if group.size == 1:
             return collectives.alone(begun.operation)
         talking = self._ranks.group_of(group)
         self.raise_if_broken()
         try:
-            if isinstance(moved, Gather):
+            if isinstance(moved, AllGather):
                 self._works = collectives.begin_gather(moved, group, talking)
             else:
                 self._works = collectives.begin_all_to_all(moved, talking)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from infinity.errors import PeerError
-from infinity.ranks.operations import AllToAll, Gather, Operation
-from infinity.ranks.ranks import Group
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation
+from infinity.ranks.ranks import RankGroup
 from infinity.ranks.watch import listed
 
 _FORM = struct.Struct("<qqqQQqq")
@@ -30,17 +30,17 @@ _NOUNS = ("the gather of", "the exchange of", "the agreement on", "the repeated 
 
 
 @dataclass(frozen=True)
-class Header:
+class OperationHeader:
     """One rank's description of an operation.
 
     Attributes:
         index: number of operations that the rank has had before this operation.
-        kind: kind of the operation: a gather over W, an all-to-all exchange, a Control, or a gather over G (W and G:
-            see ranks.py).
-        subject: number of the operation's subject (Operation.subject).
-        sent, received: digests of the sizes; for a Control, the length of the payload, and 0.
+        kind: kind of the operation: a gather over W, an all-to-all exchange, a ControlMessage, or a gather over G (W
+            and G: see ranks.py).
+        subject: number of the operation's subject (CollectiveOperation.subject).
+        sent, received: digests of the sizes; for a ControlMessage, the length of the payload, and 0.
         leader: number of the first rank of those that gather the same data.
-        says: number that the rank announces with the operation (Exchange.say); the ranks do not compare it.
+        says: number that the rank announces with the operation (RankExchange.say); the ranks do not compare it.
         name: name of the subject, truncated.
     """
 
@@ -54,9 +54,11 @@ class Header:
     name: str
 
     @classmethod
-    def of(cls, operation: Operation, index: int, gather: Group, shard: Group, says: int = 0) -> Header:
+    def of(
+        cls, operation: CollectiveOperation, index: int, gather: RankGroup, shard: RankGroup, says: int = 0
+    ) -> OperationHeader:
         moved = operation.collective
-        if isinstance(moved, Gather):
+        if isinstance(moved, AllGather):
             kind, group = (_GATHERS_AGAIN, gather) if moved.near else (_GATHERS, shard)
             sizes = kind, _digest(tuple(moved.slices)), 0, group.ranks[0]
         elif isinstance(moved, AllToAll):
@@ -73,7 +75,7 @@ class Header:
         return (fixed + self.name.encode()[: NBYTES - len(fixed)]).ljust(NBYTES, b"\0")
 
     @classmethod
-    def decode(cls, data: bytes) -> Header:
+    def decode(cls, data: bytes) -> OperationHeader:
         name = data[_FORM.size :].rstrip(b"\0").decode(errors="ignore")
         index, kind, subject, sent, received, leader, says = _FORM.unpack_from(data)
         return cls(index, kind, subject, sent, received, leader, says, name)
@@ -89,7 +91,7 @@ class Header:
         return _NOUNS[self.kind]
 
 
-def require_same(headers: Sequence[Header]) -> None:
+def require_same(headers: Sequence[OperationHeader]) -> None:
     """Raise PeerError if ranks are at different operations. `headers` has one header of each rank, in order."""
     same: dict[tuple[int, int, int], list[int]] = {}
     for rank, header in enumerate(headers):
@@ -107,7 +109,7 @@ def require_same(headers: Sequence[Header]) -> None:
     )
 
 
-def sizes_fit(headers: Sequence[Header]) -> bool:
+def sizes_fit(headers: Sequence[OperationHeader]) -> bool:
     """Return whether the sizes that the ranks have for the same operation match each other."""
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         return len({(header.leader, header.sent) for header in headers}) == len({header.leader for header in headers})
@@ -116,18 +118,18 @@ def sizes_fit(headers: Sequence[Header]) -> bool:
     return True
 
 
-def sizes_of(operation: Operation) -> list[list[int]]:
+def sizes_of(operation: CollectiveOperation) -> list[list[int]]:
     """Return the sizes of an operation. The ranks send these sizes to each other if the digests of the sizes do not
     match."""
     moved = operation.collective
-    if isinstance(moved, Gather):
+    if isinstance(moved, AllGather):
         return [list(moved.slices)]
     if isinstance(moved, AllToAll):
         return [list(moved.send_splits), list(moved.receive_splits)]
     return []
 
 
-def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
+def misfit(headers: Sequence[OperationHeader], sizes: Sequence[list[list[int]]]) -> PeerError:
     """Return the error for sizes that do not match, the same on all ranks. `sizes` has the result of `sizes_of` on each
     rank, in order."""
     ranks, name = range(len(headers)), headers[0].name

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGather:
     """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
 
     Args:
@@ -44,15 +44,15 @@ class AllToAll:
 
 
 @dataclass(frozen=True)
-class Control:
-    """Operation that sends bytes of any length to all ranks of the world. `Ticket.result()` returns a list with the
-    bytes of each rank."""
+class ControlMessage:
+    """Operation that sends bytes of any length to all ranks of the world. `OperationFuture.result()` returns a list
+    with the bytes of each rank."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
-class Operation:
+class CollectiveOperation:
     """One collective, with its identity and its callbacks.
 
     Args:
@@ -67,7 +67,7 @@ class Operation:
             the stream that uses the bytes wait for the exchange's stream.
     """
 
-    collective: Gather | AllToAll | Control
+    collective: AllGather | AllToAll | ControlMessage
     subject: int
     name: str
     after: Sequence[Callable[[], object]] = ()

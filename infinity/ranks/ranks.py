@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from infinity.base.fork import refuse_in_forked_child
 from infinity.base.interrupt import interrupts_deferred
 from infinity.errors import ConfigError, NotAvailableError, PeerError
-from infinity.ranks.watch import Watch, private
+from infinity.ranks.watch import PeerWatch, private
 
 Gathered = Literal["auto", "world", "node", "none"]
 
@@ -72,7 +72,7 @@ def has_others() -> bool:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Subset of the ranks.
 
     Attributes:
@@ -104,10 +104,10 @@ class Ranks:
         watch: communication outside of collectives.
     """
 
-    def __init__(self, rank: int, world: int, watch: Watch, deadline_s: float) -> None:
+    def __init__(self, rank: int, world: int, watch: PeerWatch, deadline_s: float) -> None:
         self.rank, self.world, self.watch, self.deadline_s = rank, world, watch, deadline_s
         self.local_rank, self.local_world, self.node = 0, 1, 0
-        self.control = self.shard = self.gather = Group(tuple(range(world)), rank)
+        self.control = self.shard = self.gather = RankGroup(tuple(range(world)), rank)
         self._assembled = 0
         self._talking: ProcessGroup | None = None
         self._moving: dict[tuple[int, ...], ProcessGroup] = {}
@@ -140,7 +140,7 @@ class Ranks:
             return None
         store = distributed_c10d._get_default_store()
         host, hosted_by = _host_of(store)
-        watch = Watch(
+        watch = PeerWatch(
             private(store, f"infinity/{next(_numbers)}") if world > 1 else store, rank, world, host, hosted_by
         )
         ranks = cls(rank, world, watch, deadline_s)
@@ -175,9 +175,9 @@ class Ranks:
             self._talking = self._new_group(range(self.world))
             self._moving[self.shard.ranks] = self._new_group(range(self.world))
         if gather == "none":
-            self.gather = Group((self.rank,), 0)
+            self.gather = RankGroup((self.rank,), 0)
         elif gather != "world":
-            self.gather = Group(tuple(here), self.local_rank)
+            self.gather = RankGroup(tuple(here), self.local_rank)
             for members in nodes.values():  # every rank must take part in making each group
                 if 1 < len(members) < self.world:
                     made = self._new_group(members)
@@ -192,7 +192,7 @@ class Ranks:
             what = "making a process group"
             raise self.watch.inquire("connection", what, str(error)).again() from error
 
-    def group_of(self, group: Group) -> ProcessGroup:
+    def group_of(self, group: RankGroup) -> ProcessGroup:
         """Return the process group in which the ranks of W or G move data. `group` must have at least two ranks."""
         return self._moving[group.ranks]
 

@@ -52,7 +52,7 @@ def listed(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-class Watch:
+class PeerWatch:
     """The log as this rank has read it, and the thread that reads and writes the log.
 
     Args:

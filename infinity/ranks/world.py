@@ -1,7 +1,7 @@
 """Communication of a process with the other processes that train the same model.
 
-A process that trains alone uses `Alone`, so that no code must ask whether there are other processes. All ranks make the
-same calls in the same order.
+A process that trains alone uses `SingleProcessWorld`, so that no code must ask whether there are other processes. All
+ranks make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, PlanError, ResumeError
-from infinity.ranks.exchange import Exchange
+from infinity.ranks.exchange import RankExchange
 
 _SIGN_OF_LIFE_S = 10.0
 _SAME_CLASS = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
@@ -83,7 +83,7 @@ class World(ABC):
         nothing."""
 
 
-class Alone(World):
+class SingleProcessWorld(World):
     """World of one process."""
 
     rank, size = 0, 1
@@ -107,10 +107,10 @@ class Alone(World):
         return True
 
 
-class SeveralRanks(World):
+class MultiRankWorld(World):
     """World of several ranks; in tests also of a single rank."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: RankExchange) -> None:
         self.exchange = exchange
         self.rank, self.size = exchange.rank, exchange.world
 

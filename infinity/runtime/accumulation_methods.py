@@ -11,7 +11,7 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError
-from infinity.runtime.guards import Guard
+from infinity.runtime.guards import UncopyableHook
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -36,7 +36,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return registry.coordinator_of(model).accumulating()
 
 
-class _Method(Guard):
+class _ModelMethod(UncopyableHook):
     """A method of an offloaded model. This object does not keep the model alive."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -50,7 +50,7 @@ class _Method(Guard):
         return coordinator
 
 
-class NoSync(_Method):
+class NoSyncMethod(_ModelMethod):
     def __call__(self) -> AbstractContextManager[None]:
         return self._coordinator.accumulating()
 
@@ -59,7 +59,7 @@ _NOTHING = nn.Module()
 """Module without parameters, so that torch's zero_grad has nothing to do."""
 
 
-class ZeroGrad(_Method):
+class ZeroGradMethod(_ModelMethod):
     """Method that sets all gradients to None, in the same way as the optimizer's zero_grad.
 
     The gradients become None even with `set_to_none=False`. If the model's class overrides zero_grad, the override is
@@ -84,7 +84,7 @@ class ZeroGrad(_Method):
 class MethodHandle:
     """Handle of a method that was added to a model. Its `remove` removes the method from the model."""
 
-    def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
+    def __init__(self, model: nn.Module, name: str, method: UncopyableHook) -> None:
         self._of = weakref.ref(model)
         self._name = name
         self._method = method
@@ -98,7 +98,7 @@ class MethodHandle:
 
 def give_methods(model: nn.Module, coordinator: Coordinator) -> list[MethodHandle]:
     """Add the methods to a model; add `no_sync` only if the model has no method of this name."""
-    given = [MethodHandle(model, "zero_grad", ZeroGrad(coordinator, model))]
+    given = [MethodHandle(model, "zero_grad", ZeroGradMethod(coordinator, model))]
     if not hasattr(model, "no_sync"):
-        given.append(MethodHandle(model, "no_sync", NoSync(coordinator)))
+        given.append(MethodHandle(model, "no_sync", NoSyncMethod(coordinator)))
     return given

@@ -12,13 +12,13 @@ from torch import nn
 from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 
 
-class _Pass:
+class _PassEndCallback:
     """Callback at the end of one of autograd's passes. Autograd keeps it alive while the pass is in progress."""
 
-    def __init__(self, task: int, end: Callable[[_Pass], None]) -> None:
+    def __init__(self, task: int, end: Callable[[_PassEndCallback], None]) -> None:
         self.task = task
         self._end = end
 
@@ -38,8 +38,8 @@ class BackwardEnds:
         self._coordinator = coordinator
         self._spanning = False
         # by autograd's number of the pass: passes that are in progress or have raised; the innermost pass is the last
-        self._passes: dict[int, weakref.ref[_Pass]] = {}
-        self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
+        self._passes: dict[int, weakref.ref[_PassEndCallback]] = {}
+        self.taken: list[tuple[nn.Parameter, ParameterPlace, GradientHandle]] = []
 
     def forget(self) -> None:
         """Forget all passes.
@@ -70,18 +70,18 @@ class BackwardEnds:
         if not under_way and not self._spanning:
             self._put_back()
             self._coordinator.begin_backward()
-        begun = _Pass(task, self._end)
+        begun = _PassEndCallback(task, self._end)
         self._know([*under_way, begun])
         torch.autograd.Variable._execution_engine.queue_callback(begun)
 
-    def _under_way(self) -> list[_Pass]:
+    def _under_way(self) -> list[_PassEndCallback]:
         return [each for passing in self._passes.values() if (each := passing()) is not None]
 
-    def _know(self, under_way: list[_Pass]) -> None:
+    def _know(self, under_way: list[_PassEndCallback]) -> None:
         self._passes = {each.task: weakref.ref(each) for each in under_way}
 
     @uninterruptible
-    def _end(self, ended: _Pass) -> None:
+    def _end(self, ended: _PassEndCallback) -> None:
         under_way = self._under_way()
         outer = under_way[: under_way.index(ended)] if ended in under_way else under_way
         self._know(outer)

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.runtime.graph_cuts import Forward
+from infinity.runtime.graph_cuts import MicroBatchForward
 from infinity.runtime.graph_pieces import next_number, number_of
-from infinity.runtime.saved_tensors import Kept
+from infinity.runtime.saved_tensors import SavedBytesCounter
 
 
 @dataclass(frozen=True)
-class Stage:
+class ForwardStage:
     """The part of a forward from one cut to the next.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Chain:
+class StageChain:
     """The stages of a model.
 
     Attributes:
@@ -55,7 +55,7 @@ class Chain:
         kept_bytes: bytes of the tensors that the forward of one micro-batch keeps until the last stage begins.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ForwardStage, ...]
     before: tuple[int, ...] = ()
     kept_bytes: int = 0
 
@@ -79,7 +79,7 @@ class Chain:
 
 
 @dataclass
-class _Candidate:
+class _CutCandidate:
     """A place in the forward at which the graph can be cut, if no edge bypasses the cut.
 
     Attributes:
@@ -94,20 +94,20 @@ class _Candidate:
     units: list[int] = field(default_factory=list)
 
 
-class Recorder(Forward):
+class StageRecorder(MicroBatchForward):
     """A forward in ordinary order, cut at every candidate.
 
     Args:
         kept: counter of the bytes that the forward keeps for the backward.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: SavedBytesCounter) -> None:
         super().__init__()
         self._kept = kept
         self._begins = next_number()
         self._flags = _flags()
         self._before: list[int] = []
-        self._candidates: list[_Candidate] = []
+        self._candidates: list[_CutCandidate] = []
         self._changed_flag = ""  # name of a setting of torch that a part of the forward changes
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
@@ -124,13 +124,13 @@ class Recorder(Forward):
     def _may_cut(self, site: int, *, reentrant: bool) -> None:
         changed = (name for name, now in _flags().items() if now != self._flags[name])
         self._changed_flag = next(changed, self._changed_flag)
-        self._candidates.append(_Candidate(site, reentrant, self._kept.nbytes))
+        self._candidates.append(_CutCandidate(site, reentrant, self._kept.nbytes))
         self.stage += 1
 
     def reads(self, units: Sequence[int]) -> None:
         (self._candidates[-1].units if self._candidates else self._before).extend(units)
 
-    def found(self, loss: torch.Tensor) -> tuple[Chain, str]:
+    def found(self, loss: torch.Tensor) -> tuple[StageChain, str]:
         """Return the chain of the forward that computed this loss, possibly without stages.
 
         The second result is the reason why micro-batches cannot go through the stages one after the other; "" if they
@@ -149,7 +149,7 @@ class Recorder(Forward):
             )
         return chain, why
 
-    def _chain(self, edges: Sequence[tuple[Any, Any, bool]]) -> Chain:
+    def _chain(self, edges: Sequence[tuple[Any, Any, bool]]) -> StageChain:
         crossing = [
             (self.tape.made_by(lower).stage, self.tape.made_by(upper).stage, is_cut) for lower, upper, is_cut in edges
         ]
@@ -165,14 +165,14 @@ class Recorder(Forward):
                 return self._stages(kept)
             kept -= past
 
-    def _stages(self, kept: set[int]) -> Chain:
-        before, stages = list(self._before), list[_Candidate]()
+    def _stages(self, kept: set[int]) -> StageChain:
+        before, stages = list(self._before), list[_CutCandidate]()
         for at, each in enumerate(self._candidates):
             if at in kept:
                 stages.append(replace(each, units=[]))
             (stages[-1].units if stages else before).extend(each.units)
-        return Chain(
-            tuple(Stage(each.site, each.reentrant, tuple(dict.fromkeys(each.units))) for each in stages),
+        return StageChain(
+            tuple(ForwardStage(each.site, each.reentrant, tuple(dict.fromkeys(each.units))) for each in stages),
             tuple(dict.fromkeys(before)),
             stages[-1].kept_bytes if stages else 0,
         )
@@ -192,7 +192,7 @@ def _flags() -> dict[str, Any]:
     }
 
 
-class Attributes:
+class AttributeSnapshot:
     """Snapshot of the attributes of a model's modules, without parameters, buffers and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -218,7 +218,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, int | float | str | tuple) and one == other)
 
 
-class Buffers:
+class BufferSnapshot:
     """Snapshot of the buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ _NESTING = ("steps", "compute", "stalls", "gradients")
 """Rows with the events of a single thread. If two events of such a row overlap, one event contains the other."""
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """A bar of the trace.
 
     Attributes:
@@ -40,7 +40,7 @@ class Event(NamedTuple):
     args: Mapping[str, Any]
 
 
-def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping[str, Any]) -> Iterator[str]:
+def document(events: Iterable[TraceEvent], begin_ns: int, end_ns: int, about: Mapping[str, Any]) -> Iterator[str]:
     """Yield the JSON document in pieces; times are microseconds from `begin_ns`.
 
     Args:
@@ -75,7 +75,7 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
     yield "\n]}\n"
 
 
-def spread(events: Iterable[Event]) -> list[int]:
+def spread(events: Iterable[TraceEvent]) -> list[int]:
     """Return for each event the number of its lane in its row.
 
     A lane is one line of bars in a row. The events must be sorted by their begin; of events with the same begin, the

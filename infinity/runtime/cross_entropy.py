@@ -3,7 +3,7 @@
 For 8,192 tokens and a vocabulary of 128,000, the logits take 2 GiB in bf16, and their fp32 copy for the loss takes
 another 4 GiB. The gradient of the logits takes as much again. This module computes the logits piece by piece. Each
 piece is used at once for the loss and for the gradients of the hidden states and of the head, so the backward only
-multiplies these gradients by a factor. (Source: Liger-Kernel, arXiv 2410.10989, section 3.2.)
+multiplies these gradients by a factor. (SourceConfig: Liger-Kernel, arXiv 2410.10989, section 3.2.)
 
 [Note: two ways through the logits]
 
@@ -71,11 +71,13 @@ def chunked_cross_entropy(
     Raises:
         ConfigError: the shapes do not match, or a label is beyond the vocabulary.
     """
-    return cross_entropy(hidden, weight, bias, labels, Loss(scale, softcap, divisor, ignore_index, chunk_bytes))[0]
+    return cross_entropy(
+        hidden, weight, bias, labels, ChunkedLossOptions(scale, softcap, divisor, ignore_index, chunk_bytes)
+    )[0]
 
 
 @dataclass(frozen=True)
-class Loss:
+class ChunkedLossOptions:
     """The computation from logits to loss, with the arguments of chunked_cross_entropy."""
 
     scale: float = 1.0
@@ -140,7 +142,7 @@ def cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    loss: Loss,
+    loss: ChunkedLossOptions,
     *beside: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Compute chunked_cross_entropy, and make the tensors of `beside` additional outputs of the loss's autograd node.
@@ -181,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         chosen: torch.Tensor,
         labels: torch.Tensor,
-        loss: Loss,
+        loss: ChunkedLossOptions,
         beside: Sequence[torch.Tensor],
     ) -> Any:
         ctx.set_materialize_grads(False)
@@ -190,7 +192,7 @@ class _CrossEntropy(torch.autograd.Function):
             torch.empty_like(each, dtype=_sums_in(each.dtype)) if wants and each is not None else None
             for each, wants in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        total = _Pieces(states, weight, bias, labels, loss, of_states, of_weight, of_bias).by_tokens()
+        total = _LogitsChunks(states, weight, bias, labels, loss, of_states, of_weight, of_bias).by_tokens()
         if of_states is not None and states is not hidden:
             of_hidden = torch.zeros_like(hidden, dtype=of_states.dtype)
             of_hidden[chosen] = of_states
@@ -210,7 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @dataclass
-class _Pieces:
+class _LogitsChunks:
     """Both ways through the logits ([Note: two ways through the logits]).
 
     Attributes:
@@ -223,7 +225,7 @@ class _Pieces:
     weight: torch.Tensor
     bias: torch.Tensor | None
     labels: torch.Tensor
-    loss: Loss
+    loss: ChunkedLossOptions
     of_states: torch.Tensor | None
     of_weight: torch.Tensor | None
     of_bias: torch.Tensor | None

@@ -45,7 +45,7 @@ from infinity.units.released_parameters import (
 Read = Callable[[], torch.Tensor]
 
 
-class _Values(ParameterLender):
+class _DeferredParameters(ParameterLender):
     """The deferred parameters of this process. Each has a function that reads its value, and a name for messages."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class _Values(ParameterLender):
         return None
 
 
-_values = _Values()
+_values = _DeferredParameters()
 
 
 def _holders(parameter: nn.Parameter) -> int:
@@ -170,7 +170,7 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
                 continue
             if parameter not in placed:
                 placed[parameter] = _placeholder(parameter, parameter.dtype, device)
-                _values.enter(placed[parameter], names[parameter], Reader(source, names[parameter]))
+                _values.enter(placed[parameter], names[parameter], ValueReader(source, names[parameter]))
                 pass_on(parameter, placed[parameter])
             module._parameters[key] = placed[parameter]
     defer_in_memory(model)
@@ -185,7 +185,7 @@ def defer_in_memory(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
             _forget_if_changed(parameter)
-            _values.enter(parameter, name, _Constant(_raw(parameter)))
+            _values.enter(parameter, name, _ConstantReader(_raw(parameter)))
 
 
 def _forget_if_changed(parameter: nn.Parameter) -> None:
@@ -198,7 +198,7 @@ def _forget_if_changed(parameter: nn.Parameter) -> None:
         forget(parameter)
 
 
-class _Constant:
+class _ConstantReader:
     """Reader of values that are in memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) 
     """
     if isinstance(value, torch.Tensor):
         forget(parameter)
-    _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
+    _values.enter(parameter, name, _ConstantReader(value) if isinstance(value, torch.Tensor) else value)
 
 
 def _placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -231,7 +231,7 @@ class RereadableSource(Protocol):
         """Return whether the source still has the values that it had at first."""
 
 
-class Reader:
+class ValueReader:
     """Reader of one value from a source, by the name of the value in the source."""
 
     def __init__(self, source: Source, name: str) -> None:
@@ -242,7 +242,7 @@ class Reader:
         return self.source(self.name)
 
 
-class RowsReader(Reader):
+class RowsReader(ValueReader):
     """Reader of rows [begin, end) of a value."""
 
     def __init__(self, source: Source, name: str, begin: int, end: int) -> None:
@@ -257,9 +257,9 @@ def _rows(read: Read, begin: int, end: int) -> Read:
     """Return the reader of rows [begin, end) of a value that is in memory or in a source."""
     if isinstance(read, RowsReader):
         raise AssertionError("a tile cannot be cut again")
-    if isinstance(read, Reader):
+    if isinstance(read, ValueReader):
         return RowsReader(read.source, read.name, begin, end)
-    return _Constant(read()[begin:end].clone())
+    return _ConstantReader(read()[begin:end].clone())
 
 
 def rows_of_deferred(parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
@@ -285,7 +285,7 @@ def is_a_deferred(parameter: nn.Parameter) -> bool:
     return _values.has(parameter)
 
 
-class Values:
+class ParameterValues:
     """Source of the values of a model's parameters, by name.
 
     Args:
@@ -302,16 +302,16 @@ class Values:
         self.deferred = bool(left)
 
     @property
-    def readers(self) -> dict[str, Reader]:
+    def readers(self) -> dict[str, ValueReader]:
         """Readers of the parameters whose values are not in memory, by name; a tied parameter is in the dict under each
         of its names."""
         found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
-        return {name: read for name, read in found.items() if isinstance(read, Reader)}
+        return {name: read for name, read in found.items() if isinstance(read, ValueReader)}
 
     def in_memory(self, name: str) -> bool:
         """Return whether the value of a parameter is in memory, so that no file is read for it."""
         parameter = self._named[name]
-        return parameter not in self._left or isinstance(self._left[parameter][1], _Constant)
+        return parameter not in self._left or isinstance(self._left[parameter][1], _ConstantReader)
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]
@@ -319,7 +319,7 @@ class Values:
 
 
 @contextmanager
-def values_of(model: nn.Module) -> Iterator[Values]:
+def values_of(model: nn.Module) -> Iterator[ParameterValues]:
     """Yield a source of a model's values, which reads the values of deferred parameters from their files.
 
     In this context the deferred parameters are ordinary placeholders. If the context ends with an exception, these
@@ -335,7 +335,7 @@ def values_of(model: nn.Module) -> Iterator[Values]:
             _forget_if_changed(parameter)
 
     try:
-        yield Values(named, left)
+        yield ParameterValues(named, left)
     except BaseException:
         for parameter, (name, reader) in left.items():
             _values.enter(parameter, name, reader)

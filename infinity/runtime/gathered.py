@@ -14,7 +14,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved_tensors import SavedTensors
 from infinity.runtime.tiles import TiledLinear
-from infinity.state.layer_tiles import Tile
+from infinity.state.layer_tiles import LayerTile
 
 
 def gathered(
@@ -156,7 +156,7 @@ def _tensors(model: nn.Module, coordinator: Coordinator) -> Iterator[tuple[str, 
                 if parts:
                     yield _join(prefix, name), torch.cat(parts)
         for name, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(module, Tile):
+            if parameter is not None and not isinstance(module, LayerTile):
                 yield _join(prefix, name), value_of(parameter, module)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

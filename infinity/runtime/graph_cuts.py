@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from infinity.runtime.graph_pieces import Tape, replaced
+from infinity.runtime.graph_pieces import GraphTape, replaced
 
 
 class CuttableModule(NamedTuple):
@@ -35,7 +35,7 @@ class CuttableModule(NamedTuple):
     cuts: bool
 
 
-class Forward:
+class MicroBatchForward:
     """The forward of one micro-batch, in one thread. The hooks that `watched` installs report each call of a site to
     this object.
 
@@ -46,7 +46,7 @@ class Forward:
 
     def __init__(self) -> None:
         self.stage = -1
-        self.tape = Tape()
+        self.tape = GraphTape()
         self._depth = 0  # number of sites whose call is in progress
         # whether the graph was cut before a checkpoint in which no site has been called yet
         self._in_checkpoint = False
@@ -111,7 +111,7 @@ _here = threading.local()
 @contextmanager
 def watched(sites: Sequence[CuttableModule]) -> Iterator[None]:
     """In this context, call `enter` and `leave` at every site, for the forward that the thread runs
-    (`Forward.running`).
+    (`MicroBatchForward.running`).
 
     Threads that run no forward in this way are not affected.
     """
@@ -135,8 +135,8 @@ def watched(sites: Sequence[CuttableModule]) -> Iterator[None]:
         yield
 
 
-def _running() -> Forward | None:
-    forward: Forward | None = getattr(_here, "forward", None)
+def _running() -> MicroBatchForward | None:
+    forward: MicroBatchForward | None = getattr(_here, "forward", None)
     return forward
 
 

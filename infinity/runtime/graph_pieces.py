@@ -3,17 +3,17 @@
 [Note: cutting a graph]
 Before a unit is called, the graph is cut at each of the unit's inputs that has a graph. `_GraphCut` replaces the input
 by a tensor in the same memory, whose graph begins at the cut. The gradients that arrive for this tensor are added up
-(`_Gradient`). When the backward of the piece that made the original tensor runs, `_Tail` passes the sum into the graph
-of this piece:
+(`_PieceGradient`). When the backward of the piece that made the original tensor runs, `_PieceRoot` passes the sum into
+the graph of this piece:
 
-    piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
+    piece 1 …──▶ x ──▶ _PieceRoot        the root from which piece 1 is run backward
                  ┆ (the same memory)
                  _GraphCut ──▶ b ──▶ piece 2 …
 
-Neither `_GraphCut` nor `_Tail` keeps the memory of x alive. If several units use a tensor, the tensor's gradient is the
-sum of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in fp32.
-Autograd numbers the nodes that a thread makes. The sequence number of a tensor's node therefore tells which piece made
-the tensor.
+Neither `_GraphCut` nor `_PieceRoot` keeps the memory of x alive. If several units use a tensor, the tensor's gradient
+is the sum of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in
+fp32. Autograd numbers the nodes that a thread makes. The sequence number of a tensor's node therefore tells which piece
+made the tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ADVICE = (
 )
 
 
-class _Gradient:
+class _PieceGradient:
     """Gradient of a tensor that one piece makes and other pieces use.
 
     The object does not refer to the tensor's node: a cycle through a graph would never be collected.
@@ -84,11 +84,11 @@ class _Gradient:
 class _GraphCut(torch.autograd.Function):
     """Tensor with the same values as the input, without the input's graph.
 
-    Gradients of this tensor are added to the _Gradient.
+    Gradients of this tensor are added to the _PieceGradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _Gradient) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _PieceGradient) -> torch.Tensor:
         ctx.gradient = gradient
         return tensor[0].detach()  # not a view, because the receiver may write to this tensor
 
@@ -98,11 +98,11 @@ class _GraphCut(torch.autograd.Function):
         return None, None, None
 
 
-class _Tail(torch.autograd.Function):
+class _PieceRoot(torch.autograd.Function):
     """Root of a piece. The backward of this node returns the sum of the gradients that have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, gradient: _PieceGradient) -> torch.Tensor:
         ctx.gradient = gradient
         return tensor.new_empty((), dtype=torch.float32)
 
@@ -111,20 +111,20 @@ class _Tail(torch.autograd.Function):
         return ctx.gradient.take(), None
 
 
-class Piece:
+class GraphPiece:
     """Computation of one micro-batch from one cut to the next.
 
     Attributes:
         stage: stage of the piece (micro_batches.py).
         begins: sequence number of the piece's first node.
-        values: for each tensor that this piece makes and other pieces use: its _Tail and its _Gradient.
+        values: for each tensor that this piece makes and other pieces use: its _PieceRoot and its _PieceGradient.
         loss: the loss, if the micro-batch ends in this piece.
     """
 
     def __init__(self, stage: int, begins: int) -> None:
         self.stage = stage
         self.begins = begins
-        self.values: list[tuple[torch.Tensor, _Gradient]] = []
+        self.values: list[tuple[torch.Tensor, _PieceGradient]] = []
         self.loss: torch.Tensor | None = None
 
     @property
@@ -154,19 +154,19 @@ class Piece:
             raise ModelError(f"a backward pass would run a part of a graph twice, {_ADVICE}") from error
 
 
-class Tape:
+class GraphTape:
     """The pieces of one micro-batch, in the order of their computation. One thread computes all of them."""
 
     def __init__(self) -> None:
         self._anchor = torch.empty((), requires_grad=True)
         # The key is the id of the node that made the tensor, and the number of the node's output. The value refers to
         # the node, so no other node can get this id.
-        self._crossed: dict[tuple[int, int], tuple[Any, _Gradient]] = {}
-        self.pieces = [Piece(-1, 0)]
+        self._crossed: dict[tuple[int, int], tuple[Any, _PieceGradient]] = {}
+        self.pieces = [GraphPiece(-1, 0)]
 
     def cut(self, stage: int) -> Replace:
         """Begin a piece of a stage. Return the function that replaces the input tensors of the piece."""
-        self.pieces.append(Piece(stage, next_number()))
+        self.pieces.append(GraphPiece(stage, next_number()))
         return self._crossing
 
     def is_of(self, stage: int) -> None:
@@ -176,13 +176,13 @@ class Tape:
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
         key, node = (id(tensor.grad_fn), tensor.output_nr), tensor.grad_fn
         if key not in self._crossed:
-            gradient = _Gradient(tensor.dtype)
+            gradient = _PieceGradient(tensor.dtype)
             self._crossed[key] = node, gradient
-            self.made_by(node).values.append((_Tail.apply(tensor, gradient), gradient))
+            self.made_by(node).values.append((_PieceRoot.apply(tensor, gradient), gradient))
         crossed: torch.Tensor = _GraphCut.apply(self._anchor, [tensor], self._crossed[key][1])
         return crossed
 
-    def made_by(self, node: Any) -> Piece:
+    def made_by(self, node: Any) -> GraphPiece:
         """Return the piece that made a node. For a node that no piece made, return the first piece."""
         return self.pieces[bisect_right(self.pieces, number_of(node), key=lambda piece: piece.begins) - 1]
 

@@ -20,7 +20,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, ReleasedParameterError
 from infinity.runtime.gathered import gathered, not_gathered
-from infinity.runtime.live_call import LiveCall
+from infinity.runtime.live_call import CallerFrame
 from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
@@ -36,7 +36,7 @@ def _refuse(what: str, why: str = "would see placeholders: its weights are in th
     )
 
 
-class Guard:
+class UncopyableHook:
     """Hook object that raises when it is copied or pickled. Copying or pickling a module with this hook therefore
     raises, too."""
 
@@ -66,7 +66,7 @@ def not_compiled(hook: type[H]) -> type[H]:
     return hook
 
 
-class _Hook(Guard):
+class _MethodHook(UncopyableHook):
     """Hook that calls a method of another object. torch sets attributes on hooks, and a method cannot have
     attributes."""
 
@@ -77,7 +77,7 @@ class _Hook(Guard):
         self._call(*args, **kwargs)
 
 
-class _Gathers:
+class _OpenGatherings:
     """Contexts of infinity.gathered that are open, by module. Each context belongs to a call of the module's state_dict
     or load_state_dict.
 
@@ -85,13 +85,13 @@ class _Gathers:
     in live_call.py).
 
     Args:
-        beyond: names of functions that run between the hooks and the call; see LiveCall.
+        beyond: names of functions that run between the hooks and the call; see CallerFrame.
     """
 
     def __init__(self, model: nn.Module, *beyond: str) -> None:
         self._of = weakref.ref(model)
         self._beyond = beyond
-        self._open: dict[int, tuple[LiveCall, AbstractContextManager[None]]] = {}
+        self._open: dict[int, tuple[CallerFrame, AbstractContextManager[None]]] = {}
         self._lock = threading.RLock()
 
     @property
@@ -102,7 +102,7 @@ class _Gathers:
         return model
 
     def _enter(self, module: nn.Module, context: AbstractContextManager[None]) -> None:
-        call = LiveCall(self._beyond)
+        call = CallerFrame(self._beyond)
         context.__enter__()
         self._open[id(module)] = call, context
 
@@ -125,7 +125,7 @@ class _Gathers:
                 context.__exit__(GeneratorExit, None, None)
 
 
-class _StateDict(_Gathers):
+class _StateDictHooks(_OpenGatherings):
     """Contexts of infinity.gathered for state_dict. state_dict returns copies of all weights of the module, and the
     copies must fit memory.host."""
 
@@ -147,7 +147,7 @@ class _StateDict(_Gathers):
             _refuse("state_dict()", f"would take {nbytes} of RAM, and memory.host is {limit}")
 
 
-class _LoadStateDict(_Gathers):
+class _LoadStateDictHooks(_OpenGatherings):
     """Contexts of infinity.gathered for load_state_dict: one module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -172,11 +172,11 @@ class _LoadStateDict(_Gathers):
 def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
     """Install the guards on every module that has parameters of its own or in its submodules."""
     # _load_from_state_dict ends before its hooks run
-    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")
+    state_dict, load = _StateDictHooks(model), _LoadStateDictHooks(model, "_load_from_state_dict")
     for each in (state_dict, load):
         coordinator.watch_readers(each.end_if_dead)
-    before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
-    before_load, after_load = _Hook(load.before), _Hook(load.after)
+    before_read, after_read = _MethodHook(state_dict.before), _MethodHook(state_dict.after)
+    before_load, after_load = _MethodHook(load.before), _MethodHook(load.after)
     handles: list[RemovableHandle] = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:

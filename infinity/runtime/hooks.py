@@ -27,20 +27,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from infinity.base.interrupt import uninterruptible
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.gradient_handle import Factors, GradientHandle
-from infinity.coordinator.structure import Structure
+from infinity.coordinator.gradient_handle import GradientFactors, GradientHandle
+from infinity.coordinator.structure import ModelStructure
 from infinity.errors import ModelError
 from infinity.runtime.backward_ends import BackwardEnds
-from infinity.runtime.guards import Guard, not_compiled
-from infinity.runtime.live_call import LiveCall
+from infinity.runtime.guards import UncopyableHook, not_compiled
+from infinity.runtime.live_call import CallerFrame
 from infinity.runtime.recomputed_weights import free_recomputed
-from infinity.runtime.saved_tensors import Kept, SavedTensors
+from infinity.runtime.saved_tensors import SavedBytesCounter, SavedTensors
 from infinity.state.discover import HookedModule
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 from infinity.units.released_parameters import in_backward
 
 
-class _Forward:
+class _OutermostForward:
     """An outermost forward and its pair of saved-tensor hooks.
 
     torch has a stack of such hooks for each thread. If an exception ends a forward, its pair stays on the stack of its
@@ -84,15 +84,15 @@ class RootForward:
     raise ModelError.
     """
 
-    def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
+    def __init__(self, coordinator: Coordinator, structure: ModelStructure, ends: BackwardEnds) -> None:
         self.coordinator = coordinator
         self._ends = ends
         self._structure = structure
         self._saved = SavedTensors(coordinator)
         free_recomputed(self._saved)
-        self._own = _Forward(self._saved)
-        self._lanes: dict[int, _Forward] = {}  # by thread
-        self._call: LiveCall | None = None
+        self._own = _OutermostForward(self._saved)
+        self._lanes: dict[int, _OutermostForward] = {}  # by thread
+        self._call: CallerFrame | None = None
         self._refused: set[int] = set()  # threads whose current call was refused by its pre-hook
         self._staying = [unit.index for unit in coordinator.units if unit.full.stays]
 
@@ -156,9 +156,9 @@ class RootForward:
         self.coordinator.forget_uses()
 
     @contextmanager
-    def weighing(self) -> Iterator[Kept]:
+    def weighing(self) -> Iterator[SavedBytesCounter]:
         """Count the bytes of tensors that forwards in this context keep for the backward. Yields the counter."""
-        self._saved.kept = kept = Kept()
+        self._saved.kept = kept = SavedBytesCounter()
         try:
             yield kept
         finally:
@@ -182,7 +182,7 @@ class RootForward:
     def lane(self) -> Iterator[None]:
         """In this context, the forwards of this thread are forwards of a lane."""
         thread = threading.get_ident()
-        self._lanes[thread] = forward = _Forward(self._saved)
+        self._lanes[thread] = forward = _OutermostForward(self._saved)
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ class RootForward:
         self._ends.forget()
         self.coordinator.timeline.forget("forward", "backward")
         self.coordinator.begin_root_forward(training=training, graph=self._saved.forward_begins())
-        self._call = LiveCall()
+        self._call = CallerFrame()
         self.coordinator.begin_reading(self._end_if_dead)
         for index in self._staying:
             self.coordinator.begin_use(index)
@@ -234,7 +234,7 @@ class RootForward:
 
 
 @not_compiled
-class RootPreForward(Guard):
+class RootPreForward(UncopyableHook):
     def __init__(self, root_forward: RootForward) -> None:
         self._root_forward = root_forward
 
@@ -245,7 +245,7 @@ class RootPreForward(Guard):
 
 
 @not_compiled
-class RootPostForward(Guard):
+class RootPostForward(UncopyableHook):
     def __init__(self, root_forward: RootForward) -> None:
         self._root_forward = root_forward
 
@@ -263,7 +263,7 @@ def _was_taken_back(coordinator: Coordinator) -> bool:
 
 
 @not_compiled
-class UnitPreForward(Guard):
+class UnitPreForward(UncopyableHook):
     """Pre-forward hook of a module that owns parameters: it fetches the module's units."""
 
     def __init__(self, coordinator: Coordinator, site: HookedModule) -> None:
@@ -314,7 +314,7 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 
 @not_compiled
-class UnitPostForward(Guard):
+class UnitPostForward(UncopyableHook):
     """Post-forward hook of a module that owns parameters: it releases the units, and sets hooks on the outputs.
 
     The hook on an output announces the backward of the units that made the output. An input that the module returns
@@ -336,7 +336,7 @@ class UnitPostForward(Guard):
         if output is None:
             return None
         output, leaves = self._without_aliases(output)
-        announce = _Announce(self._coordinator, self._units)
+        announce = _PreBackwardHook(self._coordinator, self._units)
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))} if len(leaves) > 1 else set[int]()
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
@@ -378,7 +378,7 @@ If an output is changed in place afterwards, another backward has to be announce
 """
 
 
-class _Announce:
+class _PreBackwardHook:
     """Tensor hook that runs as soon as the gradient of an output is known, before the backward of the units that made
     the output."""
 
@@ -395,10 +395,12 @@ class _Announce:
             timeline.begin("backward", self._coordinator.units[index].name)
 
 
-class ParameterHooks(Guard):
+class ParameterHooks(UncopyableHook):
     """Hooks that move a parameter's gradient to host memory as soon as autograd has computed the gradient."""
 
-    def __init__(self, coordinator: Coordinator, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
+    def __init__(
+        self, coordinator: Coordinator, parameter: nn.Parameter, place: ParameterPlace, ends: BackwardEnds
+    ) -> None:
         self._coordinator = coordinator
         self._parameter = parameter
         self._place = place
@@ -435,7 +437,7 @@ class ParameterHooks(Guard):
 
         The part that the backward pass adds would be multiplied by the factor, too.
         """
-        if before.factors == Factors():
+        if before.factors == GradientFactors():
             return
         self._parameter.grad = before
         call = "clip_grad_norm_()" if before.factors.inverse_scale == 1.0 else "scaler.unscale_()"

@@ -21,21 +21,21 @@ from infinity.base.accelerator import Accelerator
 from infinity.base.interrupt import interrupts_deferred
 
 
-class _Ended(BaseException):
+class _CallAbandoned(BaseException):
     """Signal that a lane is abandoned.
 
     The class does not derive from Exception, so `except Exception` in user code does not catch it.
     """
 
 
-class Lane:
+class PausableCall:
     """A call in a separate thread. After `resume`, the call runs until it calls `park` or ends.
 
     Attributes:
         over: whether the call has ended.
     """
 
-    def __init__(self, call: Callable[[], object], surroundings: Surroundings) -> None:
+    def __init__(self, call: Callable[[], object], surroundings: TorchThreadState) -> None:
         self._call = call
         self._surroundings = surroundings
         self._go = threading.Semaphore(0)
@@ -70,7 +70,7 @@ class Lane:
         self._back.release()
         self._go.acquire()
         if self._unwanted:
-            raise _Ended
+            raise _CallAbandoned
 
     def end(self) -> None:
         """Abandon the call, and wait until its thread has ended. A Ctrl-C in the meantime takes effect when this method
@@ -88,7 +88,7 @@ class Lane:
         try:
             with self._surroundings.here():
                 self._surroundings.context.copy().run(self._call)
-        except _Ended:
+        except _CallAbandoned:
             pass
         except BaseException as error:
             self._error = error
@@ -98,7 +98,7 @@ class Lane:
             self._back.release()
 
 
-class Surroundings:
+class TorchThreadState:
     """Copy of the state that torch keeps for the thread that makes this object.
 
     The state consists of the gradient mode, autocast, the function and dispatch modes (a default device is such a mode)

@@ -18,7 +18,7 @@ _AROUND_HOOKS = ("infinity.", "torch._dynamo.")
 hooks."""
 
 
-class LiveCall:
+class CallerFrame:
     """The innermost call of a function outside of infinity that is in progress when this object is made.
 
     Args:

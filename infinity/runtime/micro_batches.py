@@ -42,12 +42,12 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.runtime.backward_ends import BackwardEnds
-from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
+from infinity.runtime.chain import AttributeSnapshot, BufferSnapshot, StageChain, StageRecorder
 from infinity.runtime.graph_cuts import CuttableModule, watched
 from infinity.runtime.hooks import RootForward
 from infinity.runtime.random_streams import RandomStreams
 from infinity.runtime.saved_tensors import is_hooked
-from infinity.runtime.vertical import Vertical
+from infinity.runtime.vertical import VerticalBackward
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookedModule
 
@@ -109,16 +109,16 @@ def backward(
 
 def remember(
     model: nn.Module, root_forward: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]
-) -> MicroBatches:
+) -> MicroBatchBackward:
     """Register the hooks of an offloaded model. The returned object's `remove` forgets these hooks."""
-    _known[model] = MicroBatches(model, root_forward, ends, sites)
+    _known[model] = MicroBatchBackward(model, root_forward, ends, sites)
     return _known[model]
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, MicroBatchBackward] = weakref.WeakKeyDictionary()
 
 
-class MicroBatches:
+class MicroBatchBackward:
     """infinity.backward for one offloaded model. This object does not keep the model alive.
 
     Attributes:
@@ -140,7 +140,7 @@ class MicroBatches:
             CuttableModule(weakref.ref(site.module), site.units, not self._coordinator.staying.issuperset(site.units))
             for site in sites
         ]
-        self.chain: Chain | None = None
+        self.chain: StageChain | None = None
         self.why_ordinary = ""
         self.fit = 1
         self._modes: set[tuple[bool, ...]] = set()
@@ -169,14 +169,14 @@ class MicroBatches:
             return self._one_by_one(loss_fn, micro_batches, streams)
         losses = list[torch.Tensor]()
         for group in self._groups(self.chain, len(micro_batches)):
-            vertically = Vertical(self._root_forward, self._ends, self.chain, streams, group)
+            vertically = VerticalBackward(self._root_forward, self._ends, self.chain, streams, group)
             is_last = group.stop == len(micro_batches)
             with nullcontext() if is_last else self._coordinator.accumulating():
                 chosen = micro_batches[group.start : group.stop]
                 losses += vertically.run(lambda each: _scalar(loss_fn(each)), chosen, self._sites)
         return losses
 
-    def _groups(self, chain: Chain, count: int) -> list[range]:
+    def _groups(self, chain: StageChain, count: int) -> list[range]:
         """Divide the micro-batches into groups that go through the units together. memory.device limits the size of a
         group."""
         groups = -(-count // self.fit)
@@ -237,7 +237,7 @@ class MicroBatches:
         model, said = self._model(), self.why_ordinary
         assert model is not None
         for _ in range(2):
-            mode, attributes = self._mode_now(), Attributes(model)
+            mode, attributes = self._mode_now(), AttributeSnapshot(model)
             chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)))
             if not attributes.changed():
                 break
@@ -255,17 +255,17 @@ class MicroBatches:
             )
 
     def _recorded(
-        self, model: nn.Module, attributes: Attributes, forward: Callable[[], torch.Tensor]
-    ) -> tuple[Chain | None, str]:
+        self, model: nn.Module, attributes: AttributeSnapshot, forward: Callable[[], torch.Tensor]
+    ) -> tuple[StageChain | None, str]:
         """Return the stages of a forward, and the reason why micro-batches cannot go through these stages together; ""
         if they can.
 
         Buffers that the forward changes are restored.
         """
-        before, buffers = self._root_forward.begun, Buffers(model)
+        before, buffers = self._root_forward.begun, BufferSnapshot(model)
         try:
             with self._root_forward.weighing() as kept:
-                recorder = Recorder(kept)
+                recorder = StageRecorder(kept)
                 with watched(self._sites), recorder.running():
                     loss = forward()
             changed = [*buffers.changed(), attributes.changed()][0]
@@ -278,7 +278,7 @@ class MicroBatches:
             return None, f"the forward changes '{changed}' of the model, so the order of micro-batches matters"
         return recorder.found(loss)
 
-    def _agree(self, chain: Chain | None, why: str) -> None:
+    def _agree(self, chain: StageChain | None, why: str) -> None:
         """Make the same choice on all ranks: use the stages only if every rank can use them, and use the smallest `fit`
         of all ranks."""
         fit = max(self._room_bytes() // max(0 if chain is None else chain.kept_bytes, 1), 1)

@@ -21,7 +21,7 @@ from infinity.base.fork import use
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.structure import Structure
+from infinity.coordinator.structure import ModelStructure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
 from infinity.runtime.accumulation_methods import MethodHandle, give_methods
 from infinity.runtime.auto_tile import tile_to_fit
@@ -39,12 +39,12 @@ from infinity.runtime.hooks import (
 from infinity.runtime.micro_batches import remember
 from infinity.runtime.parametrizations import watch_parametrizations
 from infinity.runtime.pins import generation_of
-from infinity.runtime.reoffload import Handle, Resize, remember_handles, remember_readers, take_back
+from infinity.runtime.reoffload import HookHandle, ResizeMethod, remember_handles, remember_readers, undo_offload
 from infinity.runtime.tiles import by_rows, require_untied
 from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.frozen_codecs import pass_on
 from infinity.state.moments import STORED, OptimizerName
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.values import Source
 from infinity.units.released_parameters import nan_placeholder
 
@@ -95,10 +95,10 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory has the generations of an earlier run.
     """
-    return offload_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), source)
+    return offload_on(model, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults), source)
 
 
-def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
+def offload_on(model: Model, terms: OffloadArguments, source: Source | None = None) -> Model:
     """Do the work of offload(), with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
 
@@ -133,7 +133,7 @@ def _warn_of_changed_layout(model: nn.Module) -> None:
         )
 
 
-def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
+def offload_values(model: Model, terms: OffloadArguments, source: Source | None) -> Model:
     """Do the work of offload_on(), but never tile a layer."""
     with values_of(model) as values:
         readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
@@ -149,7 +149,9 @@ def _nowhere(name: str) -> bool:
     return False
 
 
-def resume(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
+def resume(
+    model: Model, terms: OffloadArguments, *, step: int | None = None, folder: str | Path | None = None
+) -> Model:
     """Do the work of infinity.resume for a run with as many ranks as this run.
 
     Arguments and errors are those of infinity.resume.
@@ -174,7 +176,7 @@ def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
     return digest
 
 
-def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *, placeless: bool) -> Model:
+def _offload(model: Model, terms: OffloadArguments, fill: Callable[[Coordinator], None], *, placeless: bool) -> Model:
     """Offload a model.
 
     `fill` writes the values to their homes. With `placeless`, parameters may be on the meta device.
@@ -189,7 +191,7 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         coordinator.share_buffers(dict(model.named_buffers()), fresh=not terms.resumes)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
-        structure = Structure(model)
+        structure = ModelStructure(model)
         on_parameters, on_modules = _install(model, found, coordinator, structure)
         remember_handles(model, [*on_modules, *give_methods(model, coordinator), *_resizing(model)])
     except BaseException:
@@ -210,7 +212,7 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         plan_for(model, discover(model, same.moments, same.frozen), again, coordinator.plan.peers)
 
     def reoffload(model: nn.Module, change: Callable[[], Any] | None) -> Any:
-        take_back(model, lambda: require_plan(model) if change is None else None)
+        undo_offload(model, lambda: require_plan(model) if change is None else None)
         try:
             return None if change is None else change()
         finally:
@@ -222,10 +224,10 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
 
 def _resizing(model: nn.Module) -> list[MethodHandle]:
     own = hasattr(type(model), "resize_token_embeddings")
-    return [MethodHandle(model, "resize_token_embeddings", Resize(model))] if own else []
+    return [MethodHandle(model, "resize_token_embeddings", ResizeMethod(model))] if own else []
 
 
-def _require_offloadable(model: nn.Module, terms: Terms) -> None:
+def _require_offloadable(model: nn.Module, terms: OffloadArguments) -> None:
     if registry.is_offloaded(model):
         raise ModelError(
             "this model is offloaded already, or was until infinity.close(model), and does not contain its values any "
@@ -310,7 +312,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = placed[parameter]
 
 
-class _WhereGraphsAreMade:
+class _CheckpointWithGrad:
     """Object for the attribute `gradient_checkpointing` of transformers layers. It is true only while autograd records
     a graph.
 
@@ -334,7 +336,7 @@ def _recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if module not in before and getattr(module, "gradient_checkpointing", None) is True:
-            module.gradient_checkpointing = _WhereGraphsAreMade()
+            module.gradient_checkpointing = _CheckpointWithGrad()
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -346,14 +348,14 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _install(
-    model: nn.Module, found: DiscoveredUnits, coordinator: Coordinator, structure: Structure
-) -> tuple[list[RemovableHandle], list[Handle]]:
+    model: nn.Module, found: DiscoveredUnits, coordinator: Coordinator, structure: ModelStructure
+) -> tuple[list[RemovableHandle], list[HookHandle]]:
     """Install the hooks on parameters and on modules. Return the handles of the parameters' hooks and of the modules'
     hooks."""
     ends = BackwardEnds(coordinator)
     root_forward = RootForward(coordinator, structure, ends)
     on_parameters = [watch_parametrizations(coordinator)]
-    on_modules: list[Handle] = []
+    on_modules: list[HookHandle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
         leave = UnitPostForward(coordinator, site.units, root_forward)

@@ -17,7 +17,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 
 
-class _Registered:
+class _RegistrationHook:
     """Hook that torch calls for every registration of a parameter in this process."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -34,4 +34,4 @@ class _Registered:
 
 def watch_parametrizations(coordinator: Coordinator) -> RemovableHandle:
     """From now on, report to a model's coordinator each of the model's parameters that torch parametrizes."""
-    return nn.modules.module.register_module_parameter_registration_hook(_Registered(coordinator))
+    return nn.modules.module.register_module_parameter_registration_hook(_RegistrationHook(coordinator))

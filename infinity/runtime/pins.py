@@ -12,7 +12,7 @@ from torch import nn
 from infinity.access import pinning
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.io.pins import Marker, folder_path
+from infinity.io.pins import PinMarker, folder_path
 from infinity.sharded.rank_agreement import meeting
 
 
@@ -64,7 +64,7 @@ def pinned(model: nn.Module) -> dict[Path, int]:
     return pinning.pinned(registry.coordinator_of(model))
 
 
-def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> Marker:
+def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> PinMarker:
     """Return the marker of a checkpoint folder, if the swap directory has the generation that the marker names.
 
     If there are several ranks, all ranks must call this, and each rank gets the marker of its own generation.

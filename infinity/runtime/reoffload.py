@@ -28,28 +28,28 @@ from infinity.access.exact import exact_bytes, exact_value
 from infinity.base.interrupt import interrupts_deferred
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import TooLateError
-from infinity.runtime.deferred_parameters import Reader, RereadableSource, defer_again
-from infinity.runtime.guards import Guard
+from infinity.errors import ReoffloadError
+from infinity.runtime.deferred_parameters import RereadableSource, ValueReader, defer_again
+from infinity.runtime.guards import UncopyableHook
 from infinity.runtime.memory_fit import host_bytes_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
-Value = Reader | torch.Tensor
+Value = ValueReader | torch.Tensor
 
 
-class Handle(Protocol):
+class HookHandle(Protocol):
     """Handle of a hook on a model or on one of its modules."""
 
     def remove(self) -> None: ...
 
 
-_handles: weakref.WeakKeyDictionary[nn.Module, Sequence[Handle]] = weakref.WeakKeyDictionary()
-_readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Reader]] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[nn.Module, Sequence[HookHandle]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, ValueReader]] = weakref.WeakKeyDictionary()
 
 
-def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
+def remember_readers(model: nn.Module, readers: Mapping[str, ValueReader]) -> None:
     """Remember the readers of a model's initial values, by parameter name, while the model is offloaded."""
     _readers[model] = readers
 
@@ -62,15 +62,15 @@ def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Ten
     """
     reader = _readers.get(model, {}).get(name)
     written = name in registry.coordinator_of(model).rewritten
-    return parameter.detach() if reader is None or written or not _Unchanged()(reader) else reader()
+    return parameter.detach() if reader is None or written or not _UnchangedFiles()(reader) else reader()
 
 
-def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
+def remember_handles(model: nn.Module, handles: Sequence[HookHandle]) -> None:
     """Remember the hooks of a model, except those of its parameters."""
     _handles[model] = handles
 
 
-def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
+def undo_offload(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
     """Defer all parameters of an offloaded model again, including parameters that were added after the model was
     offloaded.
 
@@ -79,8 +79,8 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
         require_possible: function that raises if the model cannot be offloaded again.
 
     Raises:
-        TooLateError: the model was trained; or the values that can be read from no file are too large for memory.host.
-            Nothing was changed.
+        ReoffloadError: the model was trained; or the values that can be read from no file are too large for
+            memory.host. Nothing was changed.
         others: errors of `require_possible`. Nothing was changed.
         SwapIOError: the store could not be read. Nothing was changed.
     """
@@ -112,7 +112,7 @@ def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Val
         registry.give_back_signals()
 
 
-class Resize(Guard):
+class ResizeMethod(UncopyableHook):
     """Method `resize_token_embeddings` of an offloaded transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -133,7 +133,7 @@ _WAY_OUT = (
 def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
     why = coordinator.why_not_reoffload()
     if why:
-        raise TooLateError(
+        raise ReoffloadError(
             f"this {type(model).__name__} was changed after it was offloaded, and cannot be offloaded again: {why}. "
             f"{_WAY_OUT}"
         )
@@ -141,7 +141,7 @@ def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
 
 def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
     """Return the value or the reader of each offloaded parameter that the model still has, by name."""
-    same = _Unchanged()
+    same = _UnchangedFiles()
     known = {name: reader for name, reader in _readers.get(model, {}).items() if name not in coordinator.rewritten}
     there = {id(parameter) for parameter in model.parameters()}
     places = {place.spec.name: place for parameter, place in coordinator.places() if id(parameter) in there}
@@ -149,7 +149,7 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
     nowhere = [place for name, place in places.items() if name not in values]
     nbytes, limit = sum(exact_bytes(coordinator, place) for place in nowhere), host_bytes_of(model)
     if nbytes > limit:
-        raise TooLateError(
+        raise ReoffloadError(
             f"this {type(model).__name__} was changed after it was offloaded, and its values cannot be read again from "
             f"files. To offload it again takes {format_bytes(nbytes)} of RAM, and memory.host is "
             f"{format_bytes(limit)}: raise memory.host to the former. Or: {_WAY_OUT}"
@@ -157,14 +157,14 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
     return values | {place.spec.name: exact_value(coordinator, place) for place in nowhere}
 
 
-class _Unchanged:
+class _UnchangedFiles:
     """Function that returns whether the files of a value are unchanged since they were first read. Each source is
     checked only once."""
 
     def __init__(self) -> None:
         self._asked: dict[int, bool] = {}
 
-    def __call__(self, reader: Reader) -> bool:
+    def __call__(self, reader: ValueReader) -> bool:
         source = reader.source
         if id(source) not in self._asked:
             self._asked[id(source)] = isinstance(source, RereadableSource) and source.unchanged()

@@ -22,20 +22,20 @@ from infinity.errors import ReleasedParameterError, StaleWeightsError
 from infinity.units.released_parameters import USE_GATHERED
 
 
-class _Graph:
+class _GraphToken:
     """Token to which all tensors that one forward saved refer. The token is alive as long as a backward is possible."""
 
     __slots__ = ("__weakref__",)
 
 
-_SavedTensor = tuple[_Graph | None, torch.Tensor, int]
+_SavedTensor = tuple[_GraphToken | None, torch.Tensor, int]
 """Graph, detached tensor, and the tensor's version."""
 
-SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
+SavedWeight = tuple[_GraphToken | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
 """View of a unit's weights: graph, unit, the unit's version, dtype, size, stride, and offset in elements."""
 
 
-class Kept:
+class SavedBytesCounter:
     """Counter of the memory that a forward keeps for its backward, without weights.
 
     Attributes:
@@ -85,8 +85,8 @@ class SavedTensors:
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.kept: Kept | None = None
-        self._graph: _Graph | None = None
+        self.kept: SavedBytesCounter | None = None
+        self._graph: _GraphToken | None = None
         self._require = coordinator.weights_view
         self._units = coordinator.units
         self._unit_at = coordinator.unit_at
@@ -101,7 +101,7 @@ class SavedTensors:
 
         Returns a function that returns None as soon as no tensor of the graph is kept.
         """
-        self._graph = _Graph()
+        self._graph = _GraphToken()
         return weakref.ref(self._graph)
 
     def forward_ends(self) -> None:

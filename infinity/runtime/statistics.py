@@ -9,7 +9,7 @@ from torch import nn
 from infinity.base.timeline import Cause
 from infinity.coordinator import registry
 from infinity.plan.plan import Plan
-from infinity.units.speculation_choice import Counts
+from infinity.units.speculation_choice import UpdateCounts
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Statistics:
     device_idle_s: float
     adam_s: float
     steps: int
-    updates: Counts
+    updates: UpdateCounts
     committed: int | None
     cached_bytes: int
     cached_weight_bytes: int

@@ -10,8 +10,8 @@ rounded once, like the result of one matrix product. To add each contribution as
 passes a carrier to the next tile: a tensor with the input's shape but without memory. In the backward, the gradient of
 the carrier is the sum so far:
 
-    input ──▶ _Begin ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ + tile 0
-    input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
+    input ──▶ _CarrierStart ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ +
+    tile 0 input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
 
 The outputs of all other tiles are inputs of the last tile, so that the tiles form a chain (chain.py).
 """
@@ -31,8 +31,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, StaleWeightsError
-from infinity.runtime.deferred_parameters import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
-from infinity.state.layer_tiles import Tile, rows_of, tile_name
+from infinity.runtime.deferred_parameters import (
+    RowsReader,
+    ValueReader,
+    is_a_deferred,
+    name_of_deferred,
+    rows_of_deferred,
+)
+from infinity.state.layer_tiles import LayerTile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
 from infinity.state.values import Source
 
@@ -228,19 +234,19 @@ def by_rows(model: nn.Module, source: Source) -> Source:
     return value
 
 
-def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
+def readers(model: nn.Module, source: Source) -> dict[str, ValueReader]:
     """Return the readers of a model's parameters, by name, given a source of whole parameters."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     rows = rows_of(shapes)
     return {
-        name: Reader(source, name)
+        name: ValueReader(source, name)
         if name not in rows
         else RowsReader(source, rows[name].whole, rows[name].begin, rows[name].end)
         for name in shapes
     }
 
 
-class RowTile(Tile):
+class RowTile(LayerTile):
     """Some rows of a linear layer.
 
     Attributes:
@@ -285,18 +291,18 @@ class TiledLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """Whole weight, concatenated from the weights of the tiles; for reading only."""
-        return _Whole.of([tile.weight for tile in self.tiles])
+        return _ConcatenatedParameter.of([tile.weight for tile in self.tiles])
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """Whole bias, concatenated from the biases of the tiles; for reading only."""
         parts = [tile.bias for tile in self.tiles if tile.bias is not None]
-        return _Whole.of(parts) if parts else None
+        return _ConcatenatedParameter.of(parts) if parts else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         carrier: torch.Tensor | None = None
         if torch.is_grad_enabled() and input.requires_grad:
-            carrier, input = _Begin.apply(input), input.detach()
+            carrier, input = _CarrierStart.apply(input), input.detach()
         *others, last = self.tiles
         before = []
         for each in others:
@@ -310,7 +316,7 @@ class TiledLinear(nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
 
 
-class _Whole(torch.Tensor):
+class _ConcatenatedParameter(torch.Tensor):
     """A whole parameter, concatenated from its tiles.
 
     Operations that write to this tensor raise, because the change would be lost.
@@ -324,7 +330,7 @@ class _Whole(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first = args[0] if args else None
-        if isinstance(first, _Whole) and _changes(name):
+        if isinstance(first, _ConcatenatedParameter) and _changes(name):
             raise ModelError(
                 f"`{name}` of a parameter of a layer in tiles, which is a temporary copy for reading: change the "
                 "parameters of the tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with "
@@ -332,7 +338,11 @@ class _Whole(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            if isinstance(first, _Whole) and isinstance(found, torch.Tensor) and _same_memory(found, first):
+            if (
+                isinstance(first, _ConcatenatedParameter)
+                and isinstance(found, torch.Tensor)
+                and _same_memory(found, first)
+            ):
                 found = found.as_subclass(cls)
         return found
 
@@ -351,7 +361,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
 
 
-class _Begin(torch.autograd.Function):
+class _CarrierStart(torch.autograd.Function):
     """Function that makes the carrier before the first tile. In the backward, the carrier's gradient becomes the
     gradient of the input."""
 

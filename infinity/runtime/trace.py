@@ -21,13 +21,13 @@ import numpy as np
 from torch import nn
 
 from infinity import files
-from infinity.base.timeline import JobTag, Recording, Span
+from infinity.base.timeline import JobTag, TimelineRecording, TimelineSpan
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.events import IO_CLASSES, OPERATIONS, NativeEvents, take
 from infinity.io.store import Extent
-from infinity.runtime.chrome_trace import Event, document
+from infinity.runtime.chrome_trace import TraceEvent, document
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _stop(log: Any) -> NativeEvents | None:
 def _write(
     target: Path,
     coordinator: Coordinator,
-    recording: Recording,
+    recording: TimelineRecording,
     requests: NativeEvents | None,
     tiles: NativeEvents | None,
 ) -> None:
@@ -106,7 +106,7 @@ def _write(
     }
     if any(dropped.values()):
         logger.warning("%s is incomplete: the trace was full, and %s were dropped; trace fewer steps", target, dropped)
-    events = _Events(coordinator, recording)
+    events = _TraceEvents(coordinator, recording)
     about = {"producer": "infinity", "dropped": dropped, "missing": missing}
     parts = document(events.all(requests, tiles), recording.begin_ns, recording.end_ns, about)
     try:
@@ -116,18 +116,18 @@ def _write(
         raise InfinityError(f"the trace could not be written to {target}: {error.strerror}") from error
 
 
-class _Events:
+class _TraceEvents:
     """The bars of a trace, made from a recording."""
 
-    def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
+    def __init__(self, coordinator: Coordinator, recording: TimelineRecording) -> None:
         self._units = [unit.name for unit in coordinator.units]
-        self._extents = _Extents(coordinator.extents())
+        self._extents = _ExtentLookup(coordinator.extents())
         steps = [span for span in recording.spans if span.kind == "step"]
         self._step_ends = np.array([span.end_ns for span in steps], np.int64)
         self._step_numbers = [span.step for span in steps] + [coordinator.steps + 1]
         self._spans = recording.spans
 
-    def all(self, requests: NativeEvents | None, tiles: NativeEvents | None) -> Iterator[Event]:
+    def all(self, requests: NativeEvents | None, tiles: NativeEvents | None) -> Iterator[TraceEvent]:
         for span in self._spans:
             yield from self._of_span(span)
         if requests is not None:
@@ -141,11 +141,11 @@ class _Events:
         """Return the step that was running at a time."""
         return self._step_numbers[int(np.searchsorted(self._step_ends, ns, side="right"))]
 
-    def _of_span(self, span: Span) -> Iterator[Event]:
+    def _of_span(self, span: TimelineSpan) -> Iterator[TraceEvent]:
         args = {"unit": span.unit, "step": span.step or self._step_at(span.begin_ns)}
 
-        def event(row: str, category: str, name: str) -> Event:
-            return Event(row, category, f"{name} {span.unit}".rstrip(), span.begin_ns, span.end_ns, args)
+        def event(row: str, category: str, name: str) -> TraceEvent:
+            return TraceEvent(row, category, f"{name} {span.unit}".rstrip(), span.begin_ns, span.end_ns, args)
 
         if span.kind == "step":
             yield event("steps", "step", f"step {span.step}")
@@ -158,32 +158,34 @@ class _Events:
         else:
             yield event("compute", "compute", span.kind)
 
-    def _of_tile(self, tile: np.void) -> Event:
+    def _of_tile(self, tile: np.void) -> TraceEvent:
         tag = JobTag.unpack(int(tile["tag"]))
         unit = self._units[tag.unit]
         args = {"unit": unit, "step": tag.step, "group": tag.group}
         args |= {"first": int(tile["first"]), "numel": int(tile["numel"])}
         begin_ns, end_ns = int(tile["begin_ns"]), int(tile["end_ns"])
-        return Event("updates (Adam)", "update", f"update {unit}", begin_ns, end_ns, args)
+        return TraceEvent("updates (Adam)", "update", f"update {unit}", begin_ns, end_ns, args)
 
-    def _of_request(self, request: np.void) -> Event:
+    def _of_request(self, request: np.void) -> TraceEvent:
         operation = OPERATIONS[request["operation"]]
         submitted, tag = int(request["begin_ns"]), int(request["tag"])
         begin_ns, end_ns = int(request["start_ns"]) or submitted, int(request["end_ns"])
         args: dict[str, Any] = {"step": JobTag.unpack(tag).step if tag else self._step_at(submitted)}
         args |= {"queued_us": (begin_ns - submitted) / 1000, "failed": bool(request["failed"])}
         if operation == "sync":
-            return Event("sync", "sync", "sync", begin_ns, end_ns, args)
+            return TraceEvent("sync", "sync", "sync", begin_ns, end_ns, args)
         offset = int(request["offset"])
         extent = self._extents.at(offset)
         unit, state, group = ("", "", 0) if extent is None else (extent.unit, extent.state, extent.group)
         args |= {"unit": unit, "state": state, "group": group, "bytes": int(request["nbytes"]), "offset": offset}
         args |= {"class": IO_CLASSES[request["io_class"]]}
         what = {"weight": "weights", "grad": "gradients", "": "other"}.get(state, "states")
-        return Event(f"{operation} {what}", operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args)
+        return TraceEvent(
+            f"{operation} {what}", operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args
+        )
 
 
-class _Extents:
+class _ExtentLookup:
     """Lookup of the extent that a byte of the swap file belongs to, in any of the extent's copies."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:

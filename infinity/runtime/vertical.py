@@ -11,14 +11,14 @@ import torch
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.runtime.backward_ends import BackwardEnds
-from infinity.runtime.chain import Chain
-from infinity.runtime.graph_cuts import CuttableModule, Forward, watched
+from infinity.runtime.chain import StageChain
+from infinity.runtime.graph_cuts import CuttableModule, MicroBatchForward, watched
 from infinity.runtime.hooks import RootForward
-from infinity.runtime.lanes import Lane, Surroundings
+from infinity.runtime.lanes import PausableCall, TorchThreadState
 from infinity.runtime.random_streams import RandomStreams
 
 
-class _Forward(Forward):
+class _PausableForward(MicroBatchForward):
     """The forward of one micro-batch in a lane. The forward waits at the beginning of each stage until it is resumed.
 
     Attributes:
@@ -27,7 +27,7 @@ class _Forward(Forward):
 
     loss: torch.Tensor
 
-    def __init__(self, of: Vertical, call: Callable[[], torch.Tensor], surroundings: Surroundings) -> None:
+    def __init__(self, of: VerticalBackward, call: Callable[[], torch.Tensor], surroundings: TorchThreadState) -> None:
         super().__init__()
         self._of = of
 
@@ -35,7 +35,7 @@ class _Forward(Forward):
             with of.root_forward.lane(), self.running():
                 self.loss = call()
 
-        self.lane = Lane(run, surroundings)
+        self.lane = PausableCall(run, surroundings)
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
         stage = self._of.chain.after(self.stage, site)
@@ -61,7 +61,7 @@ class _Forward(Forward):
             self.loss = self.loss.detach()
 
 
-class Vertical:
+class VerticalBackward:
     """Micro-batches that go through the stages together. The object is used for one call of `run` only.
 
     Args:
@@ -70,7 +70,7 @@ class Vertical:
     """
 
     def __init__(
-        self, root_forward: RootForward, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range
+        self, root_forward: RootForward, ends: BackwardEnds, chain: StageChain, streams: RandomStreams, numbers: range
     ) -> None:
         self.root_forward = root_forward
         self.chain = chain
@@ -84,8 +84,8 @@ class Vertical:
         self, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], sites: Sequence[CuttableModule]
     ) -> list[torch.Tensor]:
         """Compute the gradients, and return the losses, detached."""
-        surroundings = Surroundings(self._coordinator.accelerator)
-        forwards = [_Forward(self, partial(loss_fn, each), surroundings) for each in micro_batches]
+        surroundings = TorchThreadState(self._coordinator.accelerator)
+        forwards = [_PausableForward(self, partial(loss_fn, each), surroundings) for each in micro_batches]
         try:
             with watched(sites), self.root_forward.lanes():
                 self._run(forwards)
@@ -97,7 +97,7 @@ class Vertical:
             raise
         return [forward.loss for forward in forwards]
 
-    def _run(self, forwards: Sequence[_Forward]) -> None:
+    def _run(self, forwards: Sequence[_PausableForward]) -> None:
         numbered = list(enumerate(forwards))
         last = len(self.chain.stages) - 1
         for stage in range(-1, last):
@@ -114,13 +114,13 @@ class Vertical:
                     self._backward(stage, index, forward)
                 self._give_back()
 
-    def _resume(self, stage: int, index: int, forward: _Forward) -> None:
+    def _resume(self, stage: int, index: int, forward: _PausableForward) -> None:
         if forward.stage != stage or forward.lane.over:  # the micro-batch skips the stage
             return
         with self._streams.of(self._numbers[index]):
             forward.resume()
 
-    def _backward(self, stage: int, index: int, forward: _Forward) -> None:
+    def _backward(self, stage: int, index: int, forward: _PausableForward) -> None:
         with self._streams.of(self._numbers[index]):
             forward.tape.backward(stage)
         units = self.chain.units_of(stage)

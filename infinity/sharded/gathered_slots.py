@@ -22,25 +22,25 @@ from functools import partial
 
 import torch
 
-from infinity.io.arena import Lease, PinnedArena, Space
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.plan.policy import long_from_top
-from infinity.ranks.exchange import Exchange, Ticket
-from infinity.ranks.operations import Gather, Operation
+from infinity.ranks.exchange import OperationFuture, RankExchange
+from infinity.ranks.operations import AllGather, CollectiveOperation
 from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
 from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.home import WeightsHome
-from infinity.tiers.resources import Resources
-from infinity.tiers.slots import Fetch, HostCopySlot, Slot
+from infinity.tiers.resources import ModelResources
+from infinity.tiers.slots import Fetch, MaterializedHostSlot, Slot
 
 logger = logging.getLogger(__name__)
 
 _Wait = Callable[[], object]
-"""Function that waits until this rank's slice is in its place (Operation.after)."""
+"""Function that waits until this rank's slice is in its place (CollectiveOperation.after)."""
 
 
-class GatheredSlots:
+class GatheredSlotPool:
     """Slots of a model whose units are divided over ranks (SlotPool).
 
     Args:
@@ -49,18 +49,18 @@ class GatheredSlots:
         shards: this rank's shards, by unit.
     """
 
-    def __init__(self, resources: Resources, exchange: Exchange, shards: Sequence[Shard]) -> None:
+    def __init__(self, resources: ModelResources, exchange: RankExchange, shards: Sequence[Shard]) -> None:
         self._resources = resources
         self._exchange = exchange
         self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
         self._from_top = long_from_top(resources.arena.free_bytes)
         self._told = False
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _SliceCopy] = {}
         near = resources.plan.peers.near
         if near is not None:  # the same on all ranks, even if the slice of a rank is empty
             for homes, shard in zip(resources.units, shards, strict=True):
                 if not shard.full.stays:
-                    self._copies[id(homes.weights)] = _Copy(near.of(shard.full), resources.secondary)
+                    self._copies[id(homes.weights)] = _SliceCopy(near.of(shard.full), resources.secondary)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch:
         """Start to gather weights. The result is never None ([Note: gathering]).
@@ -88,7 +88,7 @@ class GatheredSlots:
         *,
         near: bool,
         own: Callable[[int, memoryview], _Wait],
-        keep: _Copy | None = None,
+        keep: _SliceCopy | None = None,
     ) -> Fetch:
         """Start to gather weights into a lease.
 
@@ -107,8 +107,8 @@ class GatheredSlots:
                 last - first for first, last in (shard.weight_range(index, rank) for rank in range(shard.cut.count))
             ]
             buffer = lease.tensor()[group.weight_offset : group.weight_offset + group.weight_bytes]
-            operation = Operation(
-                Gather(buffer, slices, near),
+            operation = CollectiveOperation(
+                AllGather(buffer, slices, near),
                 shard.full.index,
                 f"unit '{shard.full.name}'",
                 after=[own(index, lease.view(begin, end - begin))] if begin < end else [],
@@ -151,7 +151,7 @@ class GatheredSlots:
         slot.free()
 
 
-class _Copy:
+class _SliceCopy:
     """Copy of this rank's slice of a unit's weights, in the division over G. The exchange's thread fills and reads the
     copy.
 
@@ -161,7 +161,7 @@ class _Copy:
             yet.
     """
 
-    def __init__(self, shard: Shard, space: Space) -> None:
+    def __init__(self, shard: Shard, space: ArenaRegion) -> None:
         self.shard = shard
         self.version = -1
         nbytes = shard.local.weight_bytes
@@ -199,7 +199,7 @@ def _copy(to: memoryview, source: memoryview, written: Transfer | None = None) -
 
 
 class _GatherFetch(Fetch):
-    def __init__(self, lease: Lease, tickets: Sequence[Ticket]) -> None:
+    def __init__(self, lease: Lease, tickets: Sequence[OperationFuture]) -> None:
         super().__init__()
         self._lease = lease
         self._tickets = tickets
@@ -219,7 +219,7 @@ class _GatherFetch(Fetch):
         return self._slot()
 
     def _slot(self) -> Slot:
-        return HostCopySlot(self._lease)
+        return MaterializedHostSlot(self._lease)
 
     def _give_up(self) -> None:
         return

@@ -26,16 +26,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.io.arena import Lease, PinnedArena, Space
-from infinity.ranks.exchange import Exchange, Ticket
-from infinity.ranks.operations import AllToAll, Operation
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
+from infinity.ranks.exchange import OperationFuture, RankExchange
+from infinity.ranks.operations import AllToAll, CollectiveOperation
 from infinity.state.shard import Shard
-from infinity.state.unit import Place
+from infinity.state.unit import ParameterPlace
 from infinity.units.gradients import UnitGradients
 
 
 @dataclass(eq=False)
-class _Box:
+class _UnsentGradients:
     """Gradients of one unit that have not been sent yet.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class _BoxInFlight:
+class _GradientsInFlight:
     """A box that was sent and has not landed.
 
     Attributes:
@@ -60,13 +60,13 @@ class _BoxInFlight:
     """
 
     shard: Shard
-    box: _Box
+    box: _UnsentGradients
     complete: bool
     received: Lease | None
-    tickets: Sequence[Ticket]
+    tickets: Sequence[OperationFuture]
 
 
-class Outbox:
+class GradientOutbox:
     """The boxes of a model.
 
     Args:
@@ -82,8 +82,8 @@ class Outbox:
         self,
         shards: Sequence[Shard],
         local: Sequence[UnitGradients],
-        exchange: Exchange,
-        space: Space,
+        exchange: RankExchange,
+        space: ArenaRegion,
         before_landing: Callable[[int], None],
     ) -> None:
         self._shards = shards
@@ -91,11 +91,11 @@ class Outbox:
         self._exchange = exchange
         self._space = space
         self._before_landing = before_landing
-        self._boxes: dict[int, _Box] = {}
-        self._on_way: deque[_BoxInFlight] = deque()
+        self._boxes: dict[int, _UnsentGradients] = {}
+        self._on_way: deque[_GradientsInFlight] = deque()
         self._completed: list[int] = []
 
-    def take(self, place: Place, gradient: torch.Tensor) -> None:
+    def take(self, place: ParameterPlace, gradient: torch.Tensor) -> None:
         """Put one gradient into the box of its unit. A second piece of a gradient is added to its first piece.
 
         Raises:
@@ -112,8 +112,8 @@ class Outbox:
         flat.copy_(values)
         box.names.add(spec.name)
 
-    def _begin(self, index: int) -> _Box:
-        box = self._boxes[index] = _Box(self._lease(self._shards[index].full.gradient_bytes))
+    def _begin(self, index: int) -> _UnsentGradients:
+        box = self._boxes[index] = _UnsentGradients(self._lease(self._shards[index].full.gradient_bytes))
         return box
 
     def _lease(self, nbytes: int) -> Lease:
@@ -150,7 +150,7 @@ class Outbox:
             _zero_missing(box, shard, group_index)
             itemsize = group.dtype.itemsize
             nbytes = shard.cut.count * _mine_bytes(shard, group_index)
-            operation = Operation(
+            operation = CollectiveOperation(
                 AllToAll(
                     _flat(box.lease, shard, group_index).view(torch.uint8),
                     [(end - begin) * itemsize for begin, end in shard.slices[group_index]],
@@ -162,7 +162,7 @@ class Outbox:
             )
             tickets.append(self._exchange.submit(operation))
             at += nbytes
-        self._on_way.append(_BoxInFlight(shard, box, complete, received, tickets))
+        self._on_way.append(_GradientsInFlight(shard, box, complete, received, tickets))
 
     def land_arrived(self) -> None:
         """Land the boxes that have arrived."""
@@ -188,7 +188,7 @@ class Outbox:
             ticket.result()
         self._land(self._on_way[0])
 
-    def _land(self, arrived: _BoxInFlight) -> None:
+    def _land(self, arrived: _GradientsInFlight) -> None:
         shard, at = arrived.shard, 0
         self._before_landing(shard.full.index)
         self._on_way.popleft()
@@ -248,7 +248,7 @@ def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
     return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)
 
 
-def _zero_missing(box: _Box, shard: Shard, group_index: int) -> None:
+def _zero_missing(box: _UnsentGradients, shard: Shard, group_index: int) -> None:
     flat = _flat(box.lease, shard, group_index)
     for spec in shard.full.groups[group_index].specs:
         if spec.name not in box.names:

@@ -19,12 +19,12 @@ from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
-from infinity.plan.plan_input import NO_PEERS, Peers, secondary_bytes
+from infinity.plan.plan_input import NO_PEERS, PeerFacts, secondary_bytes
 from infinity.plan.planner import limits_of
-from infinity.ranks.exchange import Exchange
+from infinity.ranks.exchange import RankExchange
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
-from infinity.ranks.world import Alone, SeveralRanks, World
+from infinity.ranks.world import MultiRankWorld, SingleProcessWorld, World
 from infinity.sharded.shared_gradients import require_same
 from infinity.sharded.stores import (
     clear_leftovers,
@@ -34,8 +34,8 @@ from infinity.sharded.stores import (
     require_none_pinned,
     run_and_steps_in,
 )
-from infinity.state.shard import Cut
-from infinity.state.terms import Terms
+from infinity.state.shard import RankPartition
+from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 
@@ -45,7 +45,7 @@ _MARGIN_S = 30.0  # additional seconds in which a rank can report that its disk 
 
 
 Tell = Callable[[str, Any], list[Any]]
-"""Function with the arguments and the result of Exchange.tell."""
+"""Function with the arguments and the result of RankExchange.tell."""
 
 
 @contextmanager
@@ -71,14 +71,14 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
         world.close()
 
 
-def local_peers() -> Peers:
+def local_peers() -> PeerFacts:
     """Return the number of ranks and the slices of this process. Other ranks need not have called this."""
     rank, ranks = rank_and_world()
-    return NO_PEERS if ranks == 1 else Peers(Cut(ranks, rank), 1)
+    return NO_PEERS if ranks == 1 else PeerFacts(RankPartition(ranks, rank), 1)
 
 
 def _world_of(ranks: Ranks | None) -> World:
-    return Alone() if ranks is None else SeveralRanks(Exchange(ranks))
+    return SingleProcessWorld() if ranks is None else MultiRankWorld(RankExchange(ranks))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RankAgreement:
     """
 
     world: World
-    peers: Peers
+    peers: PeerFacts
     run: str = ""
     is_first: bool = True
 
@@ -108,7 +108,7 @@ class RankAgreement:
             self.world.close()
             raise
 
-    def agreed(self, terms: Terms, units: Sequence[Unit]) -> RankAgreement:
+    def agreed(self, terms: OffloadArguments, units: Sequence[Unit]) -> RankAgreement:
         """Agree on the facts that must be the same in the plans of all ranks: the form of the states, and the memory of
         each rank.
 
@@ -166,8 +166,8 @@ class RankAgreement:
 
         Args:
             config: the NVMe config.
-            replaces: value of Terms.replaces. If it is set, the stores of other numbers of ranks are kept, and older
-                stores of this number of ranks are removed.
+            replaces: value of OffloadArguments.replaces. If it is set, the stores of other numbers of ranks are kept,
+                and older stores of this number of ranks are removed.
 
         Raises:
             StoreNotEmptyError: there is a store from which a run can be resumed.
@@ -280,8 +280,8 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     world = _world_of(ranks)
     if ranks is None:
         return RankAgreement(world, NO_PEERS)
-    near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
-    peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
+    near = RankPartition(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
+    peers = PeerFacts(RankPartition(ranks.world, ranks.rank), ranks.local_world, near=near)
     agreement = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
     with agreement.telling():
         if device.type != "cpu":

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from infinity.errors import ModelError, PeerError
-from infinity.ranks.operations import Gather, Operation
-from infinity.ranks.world import SeveralRanks
+from infinity.ranks.operations import AllGather, CollectiveOperation
+from infinity.ranks.world import MultiRankWorld
 from infinity.state.values import Source, sum_of_bits
 from infinity.units.unit import OffloadedUnit
 
@@ -63,7 +63,7 @@ class NoBroadcast:
 class BroadcastFromFirst:
     """RankBroadcast of several ranks."""
 
-    def __init__(self, world: SeveralRanks) -> None:
+    def __init__(self, world: MultiRankWorld) -> None:
         self._world = world
         self._taken: list[str] = []
 
@@ -115,7 +115,9 @@ class BroadcastFromFirst:
         value = mine.detach().clone(memory_format=torch.contiguous_format)
         buffer = value.reshape(-1).view(torch.uint8)
         slices = [buffer.numel(), *[0] * (self._world.size - 1)]
-        self._world.exchange.submit(Operation(Gather(buffer, slices, False), 0, f"the values of '{name}'")).result()
+        self._world.exchange.submit(
+            CollectiveOperation(AllGather(buffer, slices, False), 0, f"the values of '{name}'")
+        ).result()
         self._taken.append(name)
         return value
 

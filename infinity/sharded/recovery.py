@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infinity.errors import ManifestError, ResumeError
-from infinity.io.generation_scan import ANY, Eligible, common_candidates, require_one
+from infinity.io.generation_scan import ANY, EligibleGenerations, common_candidates, require_one
 from infinity.io.generations import Generations
 from infinity.io.manifest import Manifest
-from infinity.ranks.world import Alone, World
+from infinity.ranks.world import SingleProcessWorld, World
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def recover(
     world: World,
     generations: Generations,
     place: Path,
-    attempt: Callable[[Eligible], Manifest],
+    attempt: Callable[[EligibleGenerations], Manifest],
     step: int | None,
     *,
     pinned: bool,
@@ -42,7 +42,7 @@ def recover(
         ResumeError: there is no such generation. All ranks raise this error.
         PeerError: another rank failed.
     """
-    if isinstance(world, Alone):
+    if isinstance(world, SingleProcessWorld):
         return attempt(ANY)
     mine = {candidate.name: candidate for candidate in generations.candidates(None if pinned else step)}
     told = world.tell(
@@ -56,7 +56,7 @@ def recover(
     for each in [None] if pinned else names:
         problem = ""
         try:
-            manifest = attempt(Eligible(names, folders, None if each is None else mine[each]))
+            manifest = attempt(EligibleGenerations(names, folders, None if each is None else mine[each]))
         except ResumeError as error:
             if _is_unreadable(error):
                 raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infinity.durable.commit_pace import CommitPace
+from infinity.durable.commit_pace import CommitSchedule
 from infinity.errors import InfinityError
 from infinity.io.generations import Generations
-from infinity.ranks.world import SeveralRanks
+from infinity.ranks.world import MultiRankWorld
 
 
 class SharedGenerationMaker:
@@ -18,7 +18,7 @@ class SharedGenerationMaker:
     decides_alone = False
     makes_again = False  # if only some ranks made a generation again, no rank would have a complete one
 
-    def __init__(self, world: SeveralRanks, generations: Generations | None) -> None:
+    def __init__(self, world: MultiRankWorld, generations: Generations | None) -> None:
         self._world = world
         self._generations = generations
 
@@ -26,10 +26,10 @@ class SharedGenerationMaker:
         generations.prepare(step, facts, body)
         self._world.exchange.say(step)
 
-    def payload(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitSchedule) -> list[int]:
         return [pace.every, *(() if self._generations is None else self._generations.steps)]
 
-    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitSchedule, following: int) -> None:
         """Keep the generations that all ranks have, and delete all other generations.
 
         Use the longest interval between commits that any rank has measured.
@@ -38,7 +38,7 @@ class SharedGenerationMaker:
             pace.lead(max(every for every, *_ in told), following)
             self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
 
-    def agree(self, what: str, pace: CommitPace, following: int) -> None:
+    def agree(self, what: str, pace: CommitSchedule, following: int) -> None:
         self.receive(self._world.tell(what, self.payload(pace)), pace, following)
 
     def require_made(self, step: int) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from infinity.errors import NotAvailableError, PeerError
-from infinity.ranks.exchange import Exchange
-from infinity.sharded.outbox import Outbox, trained
+from infinity.ranks.exchange import RankExchange
+from infinity.sharded.outbox import GradientOutbox, trained
 from infinity.state.shard import Shard
-from infinity.state.unit import ParameterSpec, Place
+from infinity.state.unit import ParameterPlace, ParameterSpec
 from infinity.units.gradients import (
-    Decision,
     GroupGradients,
     Named,
+    StepAgreement,
     UnitGradients,
     sum_of,
     total_of,
@@ -46,7 +46,7 @@ class GradientAgreement:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, outbox: Outbox
+        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: RankExchange, outbox: GradientOutbox
     ) -> None:
         self._shards = shards
         self._local = local
@@ -97,7 +97,9 @@ class GradientAgreement:
             self.make({}, "", (), "the norm of the gradients")
         return () if self._partials is None else self._partials[name]
 
-    def make(self, facts: Mapping[str, object], skip: str, told: Sequence[int], what: str = "the step") -> Decision:
+    def make(
+        self, facts: Mapping[str, object], skip: str, told: Sequence[int], what: str = "the step"
+    ) -> StepAgreement:
         """Agree with all ranks on their facts and sums of squares, after all gradients have landed.
 
         Args:
@@ -132,7 +134,7 @@ class GradientAgreement:
         self._partials = found
         self.present = {name for name, bit in zip(self._names, bits, strict=True) if bit}
         self._drop_zeros()
-        return Decision(next(iter(reasons), ""), heard)
+        return StepAgreement(next(iter(reasons), ""), heard)
 
     def _require_same_gradients(self, first: Any, theirs: Any, rank: int) -> None:
         """Check that a rank has dropped the same gradients as rank 0.
@@ -228,7 +230,12 @@ class SharedGroup:
     """
 
     def __init__(
-        self, shard: Shard, group_index: int, local: GroupGradients | None, outbox: Outbox, agreement: GradientAgreement
+        self,
+        shard: Shard,
+        group_index: int,
+        local: GroupGradients | None,
+        outbox: GradientOutbox,
+        agreement: GradientAgreement,
     ) -> None:
         self.mean = 1.0 / shard.cut.count
         self._shard = shard
@@ -249,7 +256,7 @@ class SharedGroup:
         SharedGradients.drop_cleared drops the gradients that a script has set to None. `more` has no effect, because
         the owners add the gradients.
         """
-        self._outbox.take(Place(self._shard.full, self._group_index, spec), gradient)
+        self._outbox.take(ParameterPlace(self._shard.full, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
@@ -274,7 +281,7 @@ class SharedGroup:
 
 
 class SharedGradients:
-    """The gradients of a model whose units are divided over ranks (Gradients).
+    """The gradients of a model whose units are divided over ranks (ModelGradients).
 
     Args:
         shards: this rank's shards, by unit.
@@ -287,8 +294,8 @@ class SharedGradients:
         self,
         shards: Sequence[Shard],
         local: Sequence[UnitGradients],
-        exchange: Exchange,
-        outbox: Outbox,
+        exchange: RankExchange,
+        outbox: GradientOutbox,
     ) -> None:
         self._units = local
         self._outbox = outbox
@@ -306,13 +313,13 @@ class SharedGradients:
     def elsewhere(self) -> Set[str]:
         return self.agreement.present
 
-    def of(self, place: Place) -> SharedGroup:
+    def of(self, place: ParameterPlace) -> SharedGroup:
         return self._groups[place.unit.index, place.group_index]
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: ParameterPlace) -> bool:
         return place.spec.name in self.agreement.present
 
-    def value(self, place: Place) -> torch.Tensor:
+    def value(self, place: ParameterPlace) -> torch.Tensor:
         raise NotAvailableError(
             f"the gradient of '{place.spec.name}' is split over several ranks, and its values are not available yet. "
             "What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a multiplication by a "
@@ -320,7 +327,7 @@ class SharedGradients:
             "rank's own batch."
         )
 
-    def require_settable(self, place: Place) -> None:
+    def require_settable(self, place: ParameterPlace) -> None:
         raise NotAvailableError(
             f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
             "compute it by a backward pass, or use one process"
@@ -356,7 +363,7 @@ class SharedGradients:
         return self.take_completed()
 
     def take_completed(self) -> Sequence[int]:
-        """Return the units whose gradients of a pass have all landed (Outbox.take_completed)."""
+        """Return the units whose gradients of a pass have all landed (GradientOutbox.take_completed)."""
         return self._outbox.take_completed()
 
     def pass_ended(self) -> None:
@@ -388,8 +395,8 @@ class SharedGradients:
                 if place.group.trainable and parameter.grad is None and self.has(place):
                     self.of(place).drop(place.spec.name)
 
-    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> StepAgreement:
         return self.agreement.make(facts, skip, told)
 
-    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+    def sum_squares(self, places: Iterable[ParameterPlace]) -> tuple[float, str]:
         return sum_of(self.of, places)

@@ -24,7 +24,7 @@ from infinity.errors import ModelError
 from infinity.sizes import round_up
 from infinity.state.codec import Codec
 from infinity.state.frozen_codecs import FrozenName, codecs_of
-from infinity.state.layer_tiles import Tile
+from infinity.state.layer_tiles import LayerTile
 from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
 REMAINDER = "remainder"
@@ -92,7 +92,7 @@ class _ModelPartition:
         self._model = model
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
-        tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, Tile)}
+        tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, LayerTile)}
         self._of_model = blocks
         self._opened = blocks & _ancestors(model, tiles)
         self._blocks = (blocks - self._opened) | tiles
@@ -147,7 +147,7 @@ class _ModelPartition:
         units = tuple(build_unit(index, found, facts) for found, index in self._found.items())
         beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
         for _, module, needed, block in self._sites:
-            if block is not None and not isinstance(module, Tile):
+            if block is not None and not isinstance(module, LayerTile):
                 beside[block].update(dict.fromkeys(self._found[found] for found in needed))
         sites = tuple(
             HookedModule(

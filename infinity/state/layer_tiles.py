@@ -22,12 +22,12 @@ _PREFIX = "infinity_tile_"
 _NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P<key>weight|bias)")
 
 
-class Tile(nn.Module):
+class LayerTile(nn.Module):
     """Module with rows of a linear layer, so that the rows can be a unit."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """Place of a tile's parameter: rows [begin, end) of the complete parameter.
 
     Attributes:
@@ -59,7 +59,7 @@ def tile_of(name: str) -> tuple[str, int] | None:
     return None if match is None else (match["layer"] + match["key"], int(match["index"]))
 
 
-def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
+def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, TileRows]:
     """Return the place of each parameter that belongs to a tile, by the parameter's name.
 
     Args:
@@ -77,13 +77,13 @@ def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
         begin = 0
         for name in names:
             end = begin + shapes[name][0]
-            places[name] = Rows(whole, begin, end, (total, *shapes[name][1:]))
+            places[name] = TileRows(whole, begin, end, (total, *shapes[name][1:]))
             begin = end
     return places
 
 
-def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
+def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, TileRows]:
     """Return the places of all parameters. For parameters outside of tiles, this is all rows; for the others, the
     result of rows_of()."""
-    wholes = {name: Rows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
+    wholes = {name: TileRows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
     return wholes | rows_of(shapes)

@@ -24,7 +24,7 @@ import torch
 
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.request import GroupUpdate, SegmentRequest
-from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
 
 SHARD_NUMEL = 64 << 10
 """Number of elements; every slice begins at a multiple of this number.
@@ -53,7 +53,7 @@ def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Rang
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankPartition:
     """Partition of units over a number of ranks, and this rank's index among these ranks.
 
     Attributes:
@@ -91,7 +91,7 @@ class Shard:
     """
 
     full: Unit
-    cut: Cut
+    cut: RankPartition
 
     @property
     def whole(self) -> bool:
@@ -121,7 +121,9 @@ class Shard:
             weight_bytes = round_up((end - begin) * group.dtype.itemsize, PAGE_BYTES)
             specs = tuple(piece for spec in group.specs if (piece := _piece(spec, begin, end)) is not None)
             groups.append(
-                Group(group.dtype, group.trainable, group.moments, specs, end - begin, weight_offset, weight_bytes)
+                FlatParameterGroup(
+                    group.dtype, group.trainable, group.moments, specs, end - begin, weight_offset, weight_bytes
+                )
             )
             weight_offset += weight_bytes
         return replace(self.full, groups=tuple(groups), weight_bytes=weight_offset)

@@ -18,7 +18,7 @@ from infinity.state.request import require_accumulation_steps
 
 
 @dataclass(frozen=True)
-class Terms:
+class OffloadArguments:
     """Arguments with which a model is offloaded.
 
     Attributes:
@@ -49,7 +49,7 @@ class Terms:
         optimizer: OptimizerName,
         accumulation_steps: int | None = None,
         faults: Sequence[_native.Fault] = (),
-    ) -> Terms:
+    ) -> OffloadArguments:
         """Return the terms for the arguments of a script. Raises ForkError, ConfigError, NotAvailableError."""
         refuse_in_forked_child()
         require_accumulation_steps(accumulation_steps)

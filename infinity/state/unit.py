@@ -57,7 +57,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatParameterGroup:
     """Parameters of a unit that have the same dtype, codec and form of the moments, and are all trainable or all
     frozen.
 
@@ -129,7 +129,7 @@ class Unit:
 
     index: int
     name: str
-    groups: tuple[Group, ...]
+    groups: tuple[FlatParameterGroup, ...]
     weight_bytes: int
     stays: bool = False
 
@@ -157,16 +157,16 @@ class Unit:
         """Bytes of the gradients of all groups, in the dtypes that autograd gives them."""
         return sum(group.gradient_bytes for group in self.trainable_groups)
 
-    def find(self, name: str) -> tuple[Group, ParameterSpec]:
+    def find(self, name: str) -> tuple[FlatParameterGroup, ParameterSpec]:
         """Return the group of a parameter, and the parameter's place in the group."""
         return self._by_name[name]
 
     @cached_property
-    def _by_name(self) -> dict[str, tuple[Group, ParameterSpec]]:
+    def _by_name(self) -> dict[str, tuple[FlatParameterGroup, ParameterSpec]]:
         return {spec.name: (group, spec) for group in self.groups for spec in group.specs}
 
     @property
-    def trainable_groups(self) -> tuple[Group, ...]:
+    def trainable_groups(self) -> tuple[FlatParameterGroup, ...]:
         """Trainable groups that have at least one element. A rank's slice may have no element of a group."""
         return tuple(group for group in self.groups if group.trainable and group.numel)
 
@@ -177,7 +177,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """Place of a parameter: its unit, its group in the unit, and its elements in the group."""
 
     unit: Unit
@@ -185,7 +185,7 @@ class Place:
     spec: ParameterSpec
 
     @cached_property
-    def group(self) -> Group:
+    def group(self) -> FlatParameterGroup:
         return self.unit.groups[self.group_index]
 
 
@@ -238,7 +238,7 @@ def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parame
         parameters = {name: found.parameters[name] for name in names}
         specs, numel = _place(parameters, facts)
         weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
-        groups.append(Group(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes, codec))
+        groups.append(FlatParameterGroup(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes, codec))
         weight_offset += weight_bytes
     return Unit(index, found.name, tuple(groups), weight_offset, found.stays)
 

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.io.arena import PinnedArena, Space
+from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.plan.plan import Plan
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, encoded_bytes, parts_of, row_numel
 from infinity.state.dtypes import native_name
-from infinity.state.unit import Group, ParameterSpec
+from infinity.state.unit import FlatParameterGroup, ParameterSpec
 from infinity.tiers.home import WeightsHome
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
 """Bytes of device memory for decoding (codes, indices, values, products); a part of the memory for activations."""
 
 
-class Decoding:
+class SlotDecoder:
     """Decoder for slots in host memory.
 
     Attributes:
         encoded_space: bounce buffer for encoded weights that are read from NVMe.
     """
 
-    def __init__(self, bounce: Space, pool: _native.ThreadPool) -> None:
+    def __init__(self, bounce: ArenaRegion, pool: _native.ThreadPool) -> None:
         self.encoded_space = bounce
         self._decoder = _native.WeightDecoder(pool)
 
@@ -68,7 +68,7 @@ class Decoding:
         self._decoder.close()
 
 
-def _parts(group: Group, data: memoryview, slot: memoryview) -> Iterator[_native.DecodePart]:
+def _parts(group: FlatParameterGroup, data: memoryview, slot: memoryview) -> Iterator[_native.DecodePart]:
     for spec, begin, end in _specs(group):
         at = spec.offset * group.dtype.itemsize
         into = slot[at : at + spec.numel * group.dtype.itemsize]
@@ -76,7 +76,7 @@ def _parts(group: Group, data: memoryview, slot: memoryview) -> Iterator[_native
         yield _native.DecodePart(data[begin:end], codec, spec.numel, row_numel(spec.shape), into, dtype)
 
 
-def _specs(group: Group) -> Iterator[tuple[ParameterSpec, int, int]]:
+def _specs(group: FlatParameterGroup) -> Iterator[tuple[ParameterSpec, int, int]]:
     """Yield each parameter that has at least one element, with the byte range [begin, end) of its encoded form."""
     for spec in group.specs:
         begin, end = group.encoded[spec.name]
@@ -84,20 +84,20 @@ def _specs(group: Group) -> Iterator[tuple[ParameterSpec, int, int]]:
             yield spec, begin, end
 
 
-def _codec(group: Group) -> _native.WeightCodec:
+def _codec(group: FlatParameterGroup) -> _native.WeightCodec:
     if group.codec is None:
         raise AssertionError("weights without a codec are not decoded")
     return group.codec
 
 
-def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> Decoding | None:
+def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> SlotDecoder | None:
     """Return the decoder for host memory; None if no weights are decoded in host memory."""
     budgets = plan.budgets
     if not (budgets.decodes and budgets.limits.in_place):
         return None
     nbytes = budgets.upload_bytes
-    bounce = arena.lease(nbytes, "encoded weights").space() if nbytes else Space(arena.memory, 0, 0)
-    return Decoding(bounce, pool)
+    bounce = arena.lease(nbytes, "encoded weights").space() if nbytes else ArenaRegion(arena.memory, 0, 0)
+    return SlotDecoder(bounce, pool)
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

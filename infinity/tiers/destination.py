@@ -26,7 +26,7 @@ from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore
-from infinity.tiers.home import Home
+from infinity.tiers.home import StateHome
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StateDestination:
         written: transfer that completes when the new values are at their destination; None when no update is under way.
     """
 
-    home: Home
+    home: StateHome
     memory: Lease | None = None
     source: Lease | None = None
     copy_index: int | None = None
@@ -100,7 +100,9 @@ Written = Mapping[int, StateDestination]
 """Destinations of the new weights of an update that is certain to be applied, by group index."""
 
 
-def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> StateDestination:
+def destination_of(
+    home: StateHome, beside: Lease | None, copy_index: int | None, *, speculative: bool
+) -> StateDestination:
     """Return the destination of one state, according to the table in [Note: where new values go].
 
     Args:

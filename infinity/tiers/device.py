@@ -11,7 +11,7 @@ import torch
 from infinity import _native
 from infinity.base.accelerator import Accelerator
 from infinity.errors import PlanError
-from infinity.io.arena import PinnedArena, Space
+from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.plan.plan import Plan
 from infinity.sizes import format_bytes
 from infinity.tiers.downloads import GradientQueue, WeightsDownloads
@@ -109,8 +109,8 @@ def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
         ) from error
 
 
-def _part(arena: PinnedArena, nbytes: int, what: str) -> Space:
-    return arena.lease(nbytes, what).space() if nbytes else Space(arena.memory, 0, 0)
+def _part(arena: PinnedArena, nbytes: int, what: str) -> ArenaRegion:
+    return arena.lease(nbytes, what).space() if nbytes else ArenaRegion(arena.memory, 0, 0)
 
 
 def open_device(

@@ -30,14 +30,14 @@ import torch
 from infinity import _native
 from infinity.base.accelerator import Accelerator, Event
 from infinity.errors import DeviceError
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.state.dtypes import native_name
-from infinity.state.unit import Group, ParameterSpec
-from infinity.tiers.slab import Slab, SlabLease, Uses
+from infinity.state.unit import FlatParameterGroup, ParameterSpec
+from infinity.tiers.slab import Slab, SlabLease, StreamUses
 
 
 @dataclass(frozen=True)
-class Landing:
+class GradientLanding:
     """Gradients of a group, in flight to host memory.
 
     Attributes:
@@ -93,16 +93,16 @@ class GradientBatch:
         landing: landing of the piece; None before the piece is sent.
     """
 
-    group: Group
+    group: FlatParameterGroup
     target: memoryview
     dtype: torch.dtype
     held: torch.dtype
     adds_up: bool
     lease: SlabLease
-    uses: Uses
+    uses: StreamUses
     specs: list[ParameterSpec] = field(default_factory=list)
     added: set[str] = field(default_factory=set)
-    landing: Landing | None = None
+    landing: GradientLanding | None = None
 
     def of(self, spec: ParameterSpec) -> torch.Tensor:
         """Return the gradient of a parameter as a tensor on the device."""
@@ -148,15 +148,22 @@ class GradientQueue(_D2HStream):
     """
 
     def __init__(
-        self, accelerator: Accelerator, gate: _native.DeviceGate, ring: Slab, bounce: Space, pool: _native.ThreadPool
+        self,
+        accelerator: Accelerator,
+        gate: _native.DeviceGate,
+        ring: Slab,
+        bounce: ArenaRegion,
+        pool: _native.ThreadPool,
     ) -> None:
         super().__init__(accelerator, gate, pool)
         self._ring = ring
         self._bounce = bounce
         self._open: list[GradientBatch] = []
-        self._bounced: deque[tuple[Landing, Lease]] = deque()
+        self._bounced: deque[tuple[GradientLanding, Lease]] = deque()
 
-    def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> GradientBatch:
+    def begin(
+        self, group: FlatParameterGroup, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False
+    ) -> GradientBatch:
         """Lease a piece of the ring for gradients of a group. If the ring is full, send older pieces.
 
         Args:
@@ -175,7 +182,9 @@ class GradientQueue(_D2HStream):
             if not self._open:
                 raise AssertionError(f"a ring of {self._ring.nbytes} bytes has no room for {group.numel} gradients")
             self.send(self._open[0])
-        packed = GradientBatch(group, target, dtype, held, adds_up, lease, Uses(self._accelerator, lambda: lease.after))
+        packed = GradientBatch(
+            group, target, dtype, held, adds_up, lease, StreamUses(self._accelerator, lambda: lease.after)
+        )
         self._open.append(packed)
         return packed
 
@@ -191,7 +200,7 @@ class GradientQueue(_D2HStream):
         packed.uses.begin()
         packed.of(spec).copy_(gradient.reshape(-1))
 
-    def send(self, packed: GradientBatch) -> Landing:
+    def send(self, packed: GradientBatch) -> GradientLanding:
         """Queue the copy of a piece to the host. After this call the piece accepts no further gradients.
 
         After an error the piece is unchanged, and may be sent again or dropped.
@@ -214,7 +223,7 @@ class GradientQueue(_D2HStream):
             before = () if packed.specs else packed.lease.after  # pack has waited for these events
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
-    def _send_to_bounce(self, packed: GradientBatch) -> Landing:
+    def _send_to_bounce(self, packed: GradientBatch) -> GradientLanding:
         lease = self._make_room(packed.lease.nbytes)
         try:
             landing = self._copy_to(lease.view(0, packed.lease.nbytes), packed)
@@ -225,7 +234,7 @@ class GradientQueue(_D2HStream):
         self._bounced.append((landing, lease))
         return landing
 
-    def _copy_to(self, memory: memoryview, packed: GradientBatch) -> Landing:
+    def _copy_to(self, memory: memoryview, packed: GradientBatch) -> GradientLanding:
         """Copy a piece to host memory, and start its landing.
 
         Args:
@@ -245,7 +254,7 @@ class GradientQueue(_D2HStream):
             for spec in packed.specs
         ]
         future = self._native.land(self._accelerator.handle(event), pieces)
-        return Landing(future, tuple(spec.name for spec in packed.specs), event)
+        return GradientLanding(future, tuple(spec.name for spec in packed.specs), event)
 
     def _copy(self, packed: GradientBatch, into: torch.Tensor) -> Event:
         """Copy the packed gradients. Gradients without a gap between them are copied together."""
@@ -278,11 +287,11 @@ class GroupDownload:
         packed: piece that receives gradients now; None if no gradient was packed since the last send.
     """
 
-    def __init__(self, queue: GradientQueue, group: Group) -> None:
+    def __init__(self, queue: GradientQueue, group: FlatParameterGroup) -> None:
         self.queue = queue
         self._group = group
         self.packed: GradientBatch | None = None
-        self._on_way: list[Landing] = []  # landings of the pieces that were sent before, in order
+        self._on_way: list[GradientLanding] = []  # landings of the pieces that were sent before, in order
 
     def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> GradientBatch:
         """Lease another piece of the ring, after the previous piece was sent. The arguments are those of
@@ -307,8 +316,8 @@ class GroupDownload:
         return any(name in landing.names for landing in self._on_way)
 
     def wait_landed(self) -> Iterator[Mapping[str, Sequence[float]]]:
-        """Wait until all gradients have landed, one landing after the other. Yields the result of Landing.sums for each
-        landing, and raises its errors."""
+        """Wait until all gradients have landed, one landing after the other. Yields the result of GradientLanding.sums
+        for each landing, and raises its errors."""
         self.send()
         while self._on_way:
             yield self._on_way[0].sums()
@@ -355,7 +364,7 @@ class WeightsDownloads(_D2HStream):
     """
 
     def __init__(
-        self, accelerator: Accelerator, gate: _native.DeviceGate, space: Space, pool: _native.ThreadPool
+        self, accelerator: Accelerator, gate: _native.DeviceGate, space: ArenaRegion, pool: _native.ThreadPool
     ) -> None:
         super().__init__(accelerator, gate, pool)
         self._space = space
@@ -388,7 +397,7 @@ def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memor
     return memory[spec.offset * dtype.itemsize : (spec.offset + spec.numel) * dtype.itemsize]
 
 
-def _runs(specs: Iterable[ParameterSpec], group: Group) -> list[tuple[int, int]]:
+def _runs(specs: Iterable[ParameterSpec], group: FlatParameterGroup) -> list[tuple[int, int]]:
     """Return the ranges of elements [first, end) to copy.
 
     If every parameter of the group is packed, the result is one range, because the gaps between the parameters are

@@ -9,11 +9,11 @@ from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.store import Extent
 from infinity.state.moments import Moment
-from infinity.state.unit import Group, Unit
+from infinity.state.unit import FlatParameterGroup, Unit
 
 
 @dataclass(eq=False)
-class Home:
+class StateHome:
     """Home of one state of a group, in RAM or in the store.
 
     Attributes:
@@ -79,7 +79,7 @@ class WeightsHome:
         unit: unit of the weights; None for weights that have no unit and are stored in the layout of a slot.
     """
 
-    groups: tuple[Home, ...]
+    groups: tuple[StateHome, ...]
     nbytes: int
     unit: Unit | None = None
 
@@ -107,13 +107,13 @@ class WeightsHome:
         """Bytes that the optimizer changes. The trained groups are the first groups of a slot."""
         return self.slot_bytes if self.unit is None else self.unit.trained_bytes
 
-    def plain(self) -> Iterator[tuple[int, Home]]:
+    def plain(self) -> Iterator[tuple[int, StateHome]]:
         """Yield the groups that are not encoded, as (group index, home)."""
         for index, home in enumerate(self.groups):
             if self.unit is None or self.unit.groups[index].codec is None:
                 yield index, home
 
-    def encoded(self) -> Iterator[tuple[Group, Home]]:
+    def encoded(self) -> Iterator[tuple[FlatParameterGroup, StateHome]]:
         """Yield the groups that have a codec, as (group, home)."""
         if self.unit is not None:
             for group, home in zip(self.unit.groups, self.groups, strict=True):
@@ -147,13 +147,13 @@ class GroupStates:
 
     master: _native.MasterName
     moments: _native.MomentsName
-    residual: Home | None
-    exp_avg: Home | None
-    exp_avg_sq: Home | None
+    residual: StateHome | None
+    exp_avg: StateHome | None
+    exp_avg_sq: StateHome | None
     gradient: Lease | None
     spilled: Extent | None
 
-    def updated(self, moments: Collection[str] | None) -> dict[str, Home]:
+    def updated(self, moments: Collection[str] | None) -> dict[str, StateHome]:
         """Return the homes of the states that an update changes, by name.
 
         Args:
@@ -163,10 +163,10 @@ class GroupStates:
         uses = named if moments is None else {"residual", *moments}
         return {name: home for name, home in named.items() if home is not None and name in uses}
 
-    def homes(self) -> list[Home]:
+    def homes(self) -> list[StateHome]:
         return list(self.updated(None).values())
 
-    def moment(self, name: Moment) -> Home | None:
+    def moment(self, name: Moment) -> StateHome | None:
         return self.exp_avg if name == "exp_avg" else self.exp_avg_sq
 
 
@@ -182,12 +182,12 @@ class UnitHomes:
     weights: WeightsHome
     states: Mapping[int, GroupStates]
 
-    def __iter__(self) -> Iterator[Home]:
+    def __iter__(self) -> Iterator[StateHome]:
         yield from (home for home in self.weights.groups if home.nbytes)
         for states in self.states.values():
             yield from states.homes()
 
-    def updated(self, group: int, moments: Collection[str] | None) -> dict[str, Home]:
+    def updated(self, group: int, moments: Collection[str] | None) -> dict[str, StateHome]:
         """Return the homes of the weights and states that an update of a group changes, by the name of the state.
 
         Args:
@@ -196,11 +196,11 @@ class UnitHomes:
         """
         return {"weight": self.weights.groups[group]} | self.states[group].updated(moments)
 
-    def all_states(self) -> list[Home]:
+    def all_states(self) -> list[StateHome]:
         """Return the homes of the optimizer states."""
         return [home for states in self.states.values() for home in states.homes()]
 
-    def states_in_store(self) -> list[Home]:
+    def states_in_store(self) -> list[StateHome]:
         """Return the homes of the optimizer states if all states are in the store; otherwise an empty list."""
         homes = self.all_states()
         return [] if any(home.in_memory for home in homes) else homes

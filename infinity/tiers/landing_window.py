@@ -21,7 +21,7 @@ import enum
 
 from infinity import _native
 from infinity.errors import SwapIOError, SwapTimeoutError
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent, SwapStore
 from infinity.tiers.downloads import GroupDownload
@@ -42,11 +42,11 @@ class LandingWindow:
     the oldest spill is first.
     """
 
-    def __init__(self, space: Space, store: SwapStore) -> None:
+    def __init__(self, space: ArenaRegion, store: SwapStore) -> None:
         self.space = space
         self.store = store
-        self._here: list[Spill] = []
-        self._leaving: list[Spill] = []
+        self._here: list[SpilledGradients] = []
+        self._leaving: list[SpilledGradients] = []
 
     def make_room(self, nbytes: int) -> Lease:
         """Return a lease of the window. If there is no room, wait until enough other gradients have left the window.
@@ -65,11 +65,11 @@ class LandingWindow:
             else:
                 raise AssertionError(f"a landing window of {self.space.nbytes} bytes has no room for {nbytes}")
 
-    def enter(self, spill: Spill, *, leaving: bool) -> None:
+    def enter(self, spill: SpilledGradients, *, leaving: bool) -> None:
         self.forget(spill)
         (self._leaving if leaving else self._here).append(spill)
 
-    def forget(self, spill: Spill) -> None:
+    def forget(self, spill: SpilledGradients) -> None:
         for spills in (self._here, self._leaving):
             if spill in spills:
                 spills.remove(spill)
@@ -95,7 +95,7 @@ class LandingWindow:
             raise failure
 
 
-class Spill:
+class SpilledGradients:
     """Spilled gradients of one group: their place in the store, and their part of the window.
 
     Args:

@@ -18,7 +18,7 @@ from infinity.base.accelerator import Accelerator, open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
 from infinity.io import atomic_file
-from infinity.io.arena import Lease, PinnedArena, Space
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.directory import require_place
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
@@ -30,7 +30,7 @@ from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
 from infinity.tiers.decoding import open_decoding
 from infinity.tiers.device import DeviceTier, open_device, torch_device
-from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
+from infinity.tiers.home import GroupStates, StateHome, UnitHomes, WeightsHome
 from infinity.tiers.idle_clock import IdleClock
 from infinity.tiers.landing_window import LandingWindow
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _STATES = ("residual", "exp_avg", "exp_avg_sq")
 
 
-class Resources:
+class ModelResources:
     """Resources of one offloaded model.
 
     The resources are opened in this order and closed in reverse order: engine, store, arena, homes, threads, device.
@@ -105,10 +105,10 @@ class Resources:
             if arena.landing:
                 lease = self.arena.lease(arena.landing, "gradients on their way to the store")
                 self.landing_window = LandingWindow(lease.space(), self.require_store())
-            self.between_ranks = Space(self.arena.memory, 0, 0)
+            self.between_ranks = ArenaRegion(self.arena.memory, 0, 0)
             if arena.exchange:
                 self.between_ranks = self.arena.lease(arena.exchange, "gradients between ranks").space()
-            self.secondary = Space(self.arena.memory, 0, 0)
+            self.secondary = ArenaRegion(self.arena.memory, 0, 0)
             if arena.secondary:
                 self.secondary = self.arena.lease(arena.secondary, "copies of weights of other ranks").space()
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
@@ -139,7 +139,7 @@ class Resources:
         node = -1 if accelerator is None else accelerator.numa_node
         return self.store.numa_node if node < 0 and self.store is not None else node
 
-    def homes(self) -> Iterator[Home]:
+    def homes(self) -> Iterator[StateHome]:
         """Yield the home of every state of every unit."""
         for unit in self.units:
             yield from unit
@@ -234,18 +234,18 @@ class Resources:
         groups, begin = [], 0
         for index, each in enumerate(layout.groups):
             extent = _extent(unit, index, "weight", each.weight)
-            groups.append(Home(lease, begin, each.weight.nbytes, extent, dirty=lease is not None))
+            groups.append(StateHome(lease, begin, each.weight.nbytes, extent, dirty=lease is not None))
             begin += each.weight.nbytes
         return WeightsHome(tuple(groups), unit.home_bytes, unit)
 
     def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
         unit, group, gradient = layout.local, layout.groups[index], layout.gradients[index]
 
-        def home(state: str) -> Home | None:
+        def home(state: str) -> StateHome | None:
             place = group.states.get(state)
             if place is None:
                 return None
-            return Home(leases.get((state, index)), 0, place.nbytes, _extent(unit, index, state, place))
+            return StateHome(leases.get((state, index)), 0, place.nbytes, _extent(unit, index, state, place))
 
         nbytes = gradient.lease_bytes
         return GroupStates(

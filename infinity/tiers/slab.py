@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from infinity.base.accelerator import Accelerator, Event
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 
 
 class SlabLease:
@@ -59,7 +59,7 @@ class Slab:
     def __init__(self, accelerator: Accelerator, memory: torch.Tensor, after: Sequence[Event] = ()) -> None:
         self._accelerator = accelerator
         self._memory = memory
-        self._space = Space(None, 0, memory.numel())
+        self._space = ArenaRegion(None, 0, memory.numel())
         self._lock = threading.Lock()
         self._left = [(0, memory.numel(), tuple(after))] if after else []  # (begin, end, events)
         self._onward = 0  # end of the last lease that was taken with `onward`
@@ -77,7 +77,7 @@ class Slab:
         return self._space.fits(nbytes)
 
     def try_lease(self, nbytes: int, *, from_top: bool = False, onward: bool = False) -> SlabLease | None:
-        """Lease device memory, in the same way as Space.try_lease.
+        """Lease device memory, in the same way as ArenaRegion.try_lease.
 
         Args:
             nbytes: size of the lease.
@@ -121,7 +121,7 @@ class Slab:
         return (begin <= left[0] and left[1] <= end) or all(map(self._accelerator.reached, left[2]))
 
 
-class Uses:
+class StreamUses:
     """Streams that use a piece of device memory, with the last use of each stream.
 
     A stream waits for the events of `after` before its first use of the memory.

@@ -14,13 +14,13 @@ from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.plan.policy import long_from_top, unusual_from_top
-from infinity.tiers.decoding import Decoding, decode_on_device
+from infinity.tiers.decoding import SlotDecoder, decode_on_device
 from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsDownloads
 from infinity.tiers.home import WeightsHome
-from infinity.tiers.resources import Resources
-from infinity.tiers.slab import Slab, SlabLease, Uses
+from infinity.tiers.resources import ModelResources
+from infinity.tiers.slab import Slab, SlabLease, StreamUses
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -92,7 +92,7 @@ class HostSlot(Slot):
             self.lease.release()
 
 
-class HostCopySlot(Slot):
+class MaterializedHostSlot(Slot):
     """Copy in host memory of weights whose home in RAM has another form: encoded, or divided over several ranks.
 
     After an update of the unit the copy no longer has the current weights.
@@ -140,7 +140,7 @@ class SlabSlot(Slot):
         self._slab = slab
         self._leased = lease
         self._ready = ready
-        self._uses = Uses(accelerator, lambda: [ready])
+        self._uses = StreamUses(accelerator, lambda: [ready])
 
     def wait(self) -> None:
         self._uses.begin()
@@ -239,7 +239,7 @@ class _ResidentFetch(Fetch):
         self._there.free()
 
 
-class HostSlots:
+class HostSlotPool:
     """Slots of weights that are used on the CPU.
 
     For weights that are kept in RAM, the slot is their home. Weights on NVMe are read into a lease, which is then the
@@ -248,7 +248,7 @@ class HostSlots:
     The budget for slots is the free space of the arena. All other memory of the arena is leased before the first fetch.
     """
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: ModelResources) -> None:
         self._resources = resources
         self._from_top = long_from_top(resources.arena.free_bytes)
         self._bouncing: list[_DecodeFetch] = []  # fetches that still own a bounce buffer
@@ -295,7 +295,7 @@ class HostSlots:
         return fetch
 
     @property
-    def _decoding(self) -> Decoding:
+    def _decoding(self) -> SlotDecoder:
         if self._resources.decoding is None:
             raise AssertionError("encoded weights, and nothing to decode them with")
         return self._resources.decoding
@@ -371,14 +371,14 @@ class _DecodeFetch(Fetch):
 
     def _slot(self) -> Slot:
         self.give_bounce_back()
-        return HostSlot(self._lease.tensor(), self._lease) if self._at_home else HostCopySlot(self._lease)
+        return HostSlot(self._lease.tensor(), self._lease) if self._at_home else MaterializedHostSlot(self._lease)
 
     def _give_up(self) -> None:
         self.give_bounce_back()
         self._lease.release()
 
 
-class SlabSlots:
+class SlabSlotPool:
     """Slots of weights on a device. The weights are copied from pinned RAM, or from NVMe through a bounce buffer.
 
     Units of the most common size get memory from the low end of the slab, and all other units from the high end. So
@@ -387,7 +387,7 @@ class SlabSlots:
     separate slab exist.
     """
 
-    def __init__(self, resources: Resources, device: DeviceTier) -> None:
+    def __init__(self, resources: ModelResources, device: DeviceTier) -> None:
         self._resources = resources
         self._device = device
         units = list(zip(resources.plan.layout.units, resources.units, strict=True))
@@ -475,7 +475,7 @@ class _SlabFetch(Fetch):
 
     def __init__(
         self,
-        pool: SlabSlots,
+        pool: SlabSlotPool,
         home: WeightsHome,
         slab: Slab,
         lease: SlabLease,
@@ -501,7 +501,7 @@ class _SlabFetch(Fetch):
         self._pool.give_back(self._slab, self._lease, self._encoded)
 
 
-def open_slots(resources: Resources) -> SlotPool:
+def open_slots(resources: ModelResources) -> SlotPool:
     """Return the pool of slots for the device on which the model computes. The weights must not be divided over several
     ranks."""
-    return HostSlots(resources) if resources.device is None else SlabSlots(resources, resources.device)
+    return HostSlotPool(resources) if resources.device is None else SlabSlotPool(resources, resources.device)

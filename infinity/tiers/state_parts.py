@@ -10,20 +10,20 @@ from infinity import _native
 from infinity.io import extent_reading
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
+from infinity.tiers.home import StateHome
+from infinity.tiers.resources import ModelResources
 
 _CHUNK_BYTES = 4 << 20
 
 
-def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
+def read_part(resources: ModelResources, home: StateHome, begin: int, nbytes: int) -> torch.Tensor:
     """Return bytes [begin, begin + nbytes) of a state, uint8."""
     if home.in_memory:
         return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
     return extent_reading.read_part(resources.require_store(), home.stored(), begin, nbytes).clone()
 
 
-def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
+def write_parts(resources: ModelResources, home: StateHome, parts: Mapping[int, torch.Tensor]) -> None:
     """Write parts of a state. The keys of `parts` are byte offsets in the state. All other bytes of the state are
     unchanged."""
     if home.in_memory:

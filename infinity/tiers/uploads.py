@@ -6,7 +6,7 @@ from collections import deque
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator, Event
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore
 from infinity.tiers.destination import StateDestination, Written
@@ -32,7 +32,7 @@ class UploadQueue:
         accelerator: Accelerator,
         gate: _native.DeviceGate,
         engine: _native.IOEngine,
-        arena: Space,
+        arena: ArenaRegion,
         bounce_bytes: int,
         piece_bytes: int,
     ) -> None:

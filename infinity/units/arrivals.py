@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
-class Arrivals:
+class GradientArrivals:
     """Counts of the gradient pieces of one unit, by parameter. With tied weights, for example, a parameter gets several
     pieces in one pass.
 
@@ -69,7 +69,7 @@ class BackwardPasses:
             have arrived.
     """
 
-    def __init__(self, arrivals: Sequence[Arrivals]) -> None:
+    def __init__(self, arrivals: Sequence[GradientArrivals]) -> None:
         self._arrivals = arrivals
         self._passes = 0
         self._passes_learned = 1

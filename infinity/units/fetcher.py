@@ -21,7 +21,7 @@ from infinity.errors import InfinityError, PlanError
 from infinity.plan.policy import to_prefetch, update_order, victims
 from infinity.plan.visit_trace import VisitTrace
 from infinity.sizes import format_bytes
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 from infinity.tiers.slots import Slot, SlotPool
 from infinity.units.fetch_rules import FetchRules
 from infinity.units.released_parameters import in_backward
@@ -49,7 +49,7 @@ class Fetcher:
     def __init__(
         self,
         units: Sequence[OffloadedUnit],
-        resources: Resources,
+        resources: ModelResources,
         updates: UpdateQueue,
         timeline: Timeline,
         slots: SlotPool,

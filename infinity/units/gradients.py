@@ -35,11 +35,11 @@ from infinity.io.arena import Lease
 from infinity.io.store import Extent
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
-from infinity.state.unit import Group, ParameterSpec, Place, Unit
+from infinity.state.unit import FlatParameterGroup, ParameterPlace, ParameterSpec, Unit
 from infinity.tiers.downloads import GradientQueue, GroupDownload
-from infinity.tiers.landing_window import LandingWindow, Spill
-from infinity.tiers.resources import Resources
-from infinity.units.arrivals import Arrivals
+from infinity.tiers.landing_window import LandingWindow, SpilledGradients
+from infinity.tiers.resources import ModelResources
+from infinity.units.arrivals import GradientArrivals
 
 
 class GroupGradients:
@@ -59,7 +59,7 @@ class GroupGradients:
     def __init__(
         self,
         unit: Unit,
-        group: Group,
+        group: FlatParameterGroup,
         home: Lease | None,
         extent: Extent | None,
         window: LandingWindow | None,
@@ -70,7 +70,7 @@ class GroupGradients:
         self._group = group
         self._home = home
         self._down = None if queue is None else GroupDownload(queue, group)
-        self._spill = None if extent is None or window is None else Spill(extent, window, self._down)
+        self._spill = None if extent is None or window is None else SpilledGradients(extent, window, self._down)
         self._spilled = home is None
         self._pool = pool
         self.mean = 1.0
@@ -306,7 +306,7 @@ class GroupGradients:
             self._forget()
 
 
-def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
+def groups_of(unit: Unit, resources: ModelResources) -> dict[int, GroupGradients]:
     """Return the gradients of a unit's trainable groups, by group index."""
     return {
         index: GroupGradients(
@@ -341,7 +341,7 @@ class UnitGradients:
 
     def __init__(self, unit: Unit, groups: Mapping[int, GroupGradients]) -> None:
         self.groups = groups
-        self.arrivals = Arrivals([spec.name for group in unit.trainable_groups for spec in group.specs])
+        self.arrivals = GradientArrivals([spec.name for group in unit.trainable_groups for spec in group.specs])
 
     @property
     def finite(self) -> bool:
@@ -369,7 +369,7 @@ class UnitGradients:
             group.backward_begins()
 
 
-class GradientGroup(Protocol):
+class GroupGradientsView(Protocol):
     """The interface of a group's gradients for optimizers and gradient handles.
 
     Attributes:
@@ -391,7 +391,7 @@ class GradientGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepAgreement:
     """Result of the ranks' agreement before a step.
 
     Attributes:
@@ -403,11 +403,11 @@ class Decision:
     payloads: Sequence[Sequence[int]]
 
 
-Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
+Named = Callable[[], Iterable[tuple[nn.Parameter, ParameterPlace]]]
 """Function that yields each parameter of the model with its place."""
 
 
-class Gradients(Protocol):
+class ModelGradients(Protocol):
     """The gradients of every trainable parameter, from the backward passes to the step.
 
     `LocalGradients` has the gradients of one process, and sharded/shared_gradients.py the gradients of all ranks. All
@@ -418,18 +418,18 @@ class Gradients(Protocol):
     def elsewhere(self) -> Set[str]:
         """Names of the parameters that have a gradient on any rank; always empty for a single process."""
 
-    def of(self, place: Place) -> GradientGroup: ...
+    def of(self, place: ParameterPlace) -> GroupGradientsView: ...
 
-    def has(self, place: Place) -> bool: ...
+    def has(self, place: ParameterPlace) -> bool: ...
 
-    def value(self, place: Place) -> torch.Tensor:
+    def value(self, place: ParameterPlace) -> torch.Tensor:
         """Return a copy of a gradient; see GroupGradients.value.
 
         Raises:
             NotAvailableError: this process has only a slice of the gradient.
         """
 
-    def require_settable(self, place: Place) -> None:
+    def require_settable(self, place: ParameterPlace) -> None:
         """Check that a script can set the gradient.
 
         Raises:
@@ -500,7 +500,7 @@ class Gradients(Protocol):
     def drop_cleared(self, named: Named) -> None:
         """Drop the gradients of parameters whose `.grad` a script has set to None."""
 
-    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> StepAgreement:
         """Agree with the other ranks on a step. The caller has waited until all gradients have landed.
 
         Args:
@@ -512,13 +512,13 @@ class Gradients(Protocol):
             PeerError: the facts or the set of parameters with a gradient differ between ranks, or a rank failed.
         """
 
-    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+    def sum_squares(self, places: Iterable[ParameterPlace]) -> tuple[float, str]:
         """Return Σ g² over `places`, and the name of the first parameter whose gradient is not finite ("" when all
         gradients are finite)."""
 
 
 class LocalGradients:
-    """The gradients of one process (Gradients).
+    """The gradients of one process (ModelGradients).
 
     Args:
         units: gradients of each unit, in the order of unit indices.
@@ -536,16 +536,16 @@ class LocalGradients:
         self._window = window
         self.before_landing = before_landing
 
-    def of(self, place: Place) -> GroupGradients:
+    def of(self, place: ParameterPlace) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: ParameterPlace) -> bool:
         return place.spec.name in self.of(place).present
 
-    def value(self, place: Place) -> torch.Tensor:
+    def value(self, place: ParameterPlace) -> torch.Tensor:
         return self.of(place).value(place.spec)
 
-    def require_settable(self, place: Place) -> None:
+    def require_settable(self, place: ParameterPlace) -> None:
         return
 
     def begin_pass(self) -> None:
@@ -591,15 +591,15 @@ class LocalGradients:
     def drop_cleared(self, named: Named) -> None:
         return
 
-    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
-        return Decision(skip, [told])
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> StepAgreement:
+        return StepAgreement(skip, [told])
 
-    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+    def sum_squares(self, places: Iterable[ParameterPlace]) -> tuple[float, str]:
         return sum_of(self.of, places)
 
 
-def sum_of(of: Callable[[Place], GradientGroup], places: Iterable[Place]) -> tuple[float, str]:
-    """Return Σ g² over `places`; see Gradients.sum_squares.
+def sum_of(of: Callable[[ParameterPlace], GroupGradientsView], places: Iterable[ParameterPlace]) -> tuple[float, str]:
+    """Return Σ g² over `places`; see ModelGradients.sum_squares.
 
     Args:
         of: function that returns the gradients of the group at a place.

@@ -10,7 +10,7 @@ from infinity.errors import InfinityError, PeerError
 from infinity.ranks.world import World
 
 
-class Health:
+class ModelHealth:
     """Record of the first failure of a model, after which the model refuses every call, and of whether the model was
     closed.
 
@@ -48,7 +48,7 @@ class Health:
     def failing(self, *kinds: type[InfinityError]) -> AbstractContextManager[None]:
         """Return a context. If an error of these kinds ends the context, the error is recorded as a failure of the
         model."""
-        return _Failing(self, kinds)
+        return _FailureRecorder(self, kinds)
 
     def require_open(self) -> None:
         """Check that the model is open.
@@ -75,13 +75,13 @@ class Health:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failure}") from self.failure
 
 
-class _Failing:
-    """Context manager of `Health.failing`. This is a class, because a generator would double the cost of landing a
+class _FailureRecorder:
+    """Context manager of `ModelHealth.failing`. This is a class, because a generator would double the cost of landing a
     gradient."""
 
     __slots__ = ("_health", "_kinds")
 
-    def __init__(self, health: Health, kinds: tuple[type[InfinityError], ...]) -> None:
+    def __init__(self, health: ModelHealth, kinds: tuple[type[InfinityError], ...]) -> None:
         self._health = health
         self._kinds = kinds
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.state.unit import Group, Unit
+from infinity.state.unit import FlatParameterGroup, Unit
 from infinity.tiers.slots import Slot
 from infinity.units.released_parameters import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
@@ -198,6 +198,6 @@ def _data_of(parameter: nn.Parameter) -> tuple[int, int]:
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset())
 
 
-def _flat(slot: Slot, group: Group) -> torch.Tensor:
+def _flat(slot: Slot, group: FlatParameterGroup) -> torch.Tensor:
     """Return the weights of a group in a slot, [numel + padding]."""
     return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)

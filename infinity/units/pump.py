@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from infinity.base.timeline import Timeline
 from infinity.durable.commits import Commits
 from infinity.errors import InfinityError, SwapIOError
-from infinity.tiers.resources import Resources
-from infinity.units.health import Health
+from infinity.tiers.resources import ModelResources
+from infinity.units.health import ModelHealth
 from infinity.units.update_queue import UpdateQueue
 
 
-class Pump:
+class UpdatePump:
     """The pump of one model. Its methods are called under the coordinator's lock.
 
     After a failed commit the model refuses every call, because states that were reported durable are not durable.
     """
 
     def __init__(
-        self, resources: Resources, updates: UpdateQueue, commits: Commits, health: Health, timeline: Timeline
+        self, resources: ModelResources, updates: UpdateQueue, commits: Commits, health: ModelHealth, timeline: Timeline
     ) -> None:
         self._resources = resources
         self._updates = updates

@@ -13,18 +13,18 @@ from collections.abc import Collection, Iterable, Mapping
 
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_jobs import read_update_ahead
 
 
-class ReadAhead:
+class ReadAheadJobs:
     """Jobs that read ahead, by unit and group.
 
     Invariant: `_jobs` has only units whose states are in the store and are not being written.
     """
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: ModelResources) -> None:
         self._resources = resources
         self._jobs: dict[OffloadedUnit, dict[int, _native.UpdateFuture]] = {}  # by unit and group
 

@@ -212,10 +212,10 @@ def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 def released_class(lender: ParameterLender) -> type[ReleasedParameter]:
     """Return the class for the released parameters of one offloaded model. This class does not keep the model alive."""
 
-    class Released(ReleasedParameter):
+    class BoundReleasedParameter(ReleasedParameter):
         _lender = weakref.ref(lender)
 
-    return Released
+    return BoundReleasedParameter
 
 
 def lender_of(parameter: ReleasedParameter) -> ParameterLender:

@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
-from infinity.io.arena import Lease, Space
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 
 
-class Shadows:
+class ShadowMemory:
     """Memory for the shadows of all units.
 
     Invariant: the sum of `free_bytes`, `lent_bytes` and the bytes that updates use is the plan's number of bytes for
@@ -38,14 +38,14 @@ class Shadows:
         sizes: sizes of the pieces that are lent, in this order: the weight bytes of the units that need shadows.
     """
 
-    def __init__(self, space: Space, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
+    def __init__(self, space: ArenaRegion, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
         self._space = space
         self._pipeline = pipeline
         self._sizes = sizes
         self._lent: list[Lease] = []
         self.free_bytes = nbytes
 
-    def try_shadow(self, weights: WeightsHome | None, states: Sequence[Home]) -> Mapping[Home, Lease] | None:
+    def try_shadow(self, weights: WeightsHome | None, states: Sequence[StateHome]) -> Mapping[StateHome, Lease] | None:
         """Return a shadow for weights and states in RAM: a lease for each home; None when there is not enough memory.
 
         The weights of all groups share one lease.

@@ -27,7 +27,7 @@ _GAIN = 0.97  # updates stop speculating only if a step then takes less than thi
 _KEPT = 500  # steps until the two ways are timed again
 
 
-class Predictable(Protocol):
+class PredictableOptimizer(Protocol):
     """Optimizer that predicts its next step."""
 
     @property
@@ -43,7 +43,7 @@ class Predictable(Protocol):
 
 
 @dataclass
-class Counts:
+class UpdateCounts:
     """Numbers of unit updates since the model was offloaded.
 
     Attributes:
@@ -119,7 +119,7 @@ class SpeculationChoice:
     def __init__(self, mode: Overlap, timed: TimedChoice | None = None) -> None:
         self.mode = mode
         self._timed = timed
-        self.counts = Counts()
+        self.counts = UpdateCounts()
         self._wrong = 0.0
         self._warned: set[str] = set()
 

@@ -18,16 +18,16 @@ from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
 from infinity.io.store import wait_all
 from infinity.state.shard import Shard
-from infinity.state.unit import Group
+from infinity.state.unit import FlatParameterGroup
 from infinity.tiers.destination import Written
 from infinity.tiers.home import GroupStates, UnitHomes, WeightsHome
 from infinity.tiers.slots import Slot
 from infinity.units.gradients import UnitGradients
-from infinity.units.health import Health
+from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
-from infinity.units.shadows import Shadows
+from infinity.units.shadows import ShadowMemory
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
-from infinity.units.weights import Residency, Weights
+from infinity.units.weights import Residency, UnitWeights
 
 
 class OffloadedUnit:
@@ -51,8 +51,8 @@ class OffloadedUnit:
         homes: UnitHomes,
         gradients: UnitGradients,
         timeline: Timeline,
-        health: Health,
-        shadows: Shadows,
+        health: ModelHealth,
+        shadows: ShadowMemory,
     ) -> None:
         self.full = shard.full
         self.local = shard.local
@@ -62,7 +62,7 @@ class OffloadedUnit:
         self.homes = homes
         self.gradients = gradients
         self.views = views
-        self.weights = Weights(shard.full, views, timeline)
+        self.weights = UnitWeights(shard.full, views, timeline)
         self.update: UnitUpdate | None = None
         self._timeline = timeline
         self._health = health
@@ -138,7 +138,7 @@ class OffloadedUnit:
         """Return the optimizer states of a group; None for a frozen group."""
         return self.homes.states.get(group)
 
-    def trained(self) -> Iterator[tuple[int, Group, GroupStates]]:
+    def trained(self) -> Iterator[tuple[int, FlatParameterGroup, GroupStates]]:
         """Yield (group index, this rank's part of the group, states) for each group that has optimizer states on this
         rank."""
         for index, states in self.homes.states.items():

@@ -35,7 +35,7 @@ from infinity.io.engine import Transfer
 from infinity.state.request import GroupUpdate
 from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.downloads import WeightsCopy
-from infinity.tiers.home import Home
+from infinity.tiers.home import StateHome
 
 Milestone = Literal["computed", "weights", "written"]
 """Milestone of an update.
@@ -188,7 +188,7 @@ class UnitUpdate:
         for of_group in self.destinations.values():
             yield from of_group.values()
 
-    def shadows(self) -> dict[Lease, Home]:
+    def shadows(self) -> dict[Lease, StateHome]:
         """Return the pieces of shadow memory that are not homes yet, each with the home that will move to the piece.
 
         The weights of all groups are in one piece. Its value in the dict is the home of only one of these groups.

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from infinity import _native
 from infinity.base.timeline import JobTag
 from infinity.state.dtypes import native_name
-from infinity.tiers.resources import Resources
+from infinity.tiers.resources import ModelResources
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateTransfer
 
 
 def submit_update(
-    resources: Resources,
+    resources: ModelResources,
     unit: OffloadedUnit,
     update: UnitUpdate,
     group_index: int,
@@ -69,7 +69,7 @@ def submit_update(
 
 
 def _naming(
-    resources: Resources, landings: Sequence[_native.IOFuture], copies: Sequence[_native.IOFuture]
+    resources: ModelResources, landings: Sequence[_native.IOFuture], copies: Sequence[_native.IOFuture]
 ) -> Callable[[_native.Failure], str]:
     """Return a function that names the state whose transfer failed in an update.
 
@@ -96,7 +96,7 @@ def _naming(
 
 
 def read_update_ahead(
-    resources: Resources, unit: OffloadedUnit, group_index: int, *, step: int
+    resources: ModelResources, unit: OffloadedUnit, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
     """Before the step is decided, begin to read the states that a group's update will need from the store.
 

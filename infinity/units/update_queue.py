@@ -13,10 +13,10 @@ from infinity.io.arena import Lease
 from infinity.plan.policy import may_keep_slot, may_speculate
 from infinity.tiers.destination import destination_of
 from infinity.tiers.downloads import WeightsCopy
-from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
-from infinity.units.read_ahead import ReadAhead
-from infinity.units.shadows import Shadows
+from infinity.tiers.home import StateHome
+from infinity.tiers.resources import ModelResources
+from infinity.units.read_ahead import ReadAheadJobs
+from infinity.units.shadows import ShadowMemory
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate, UpdateState, UpdateTransfer
 from infinity.units.update_jobs import submit_update
@@ -35,10 +35,10 @@ class UpdateQueue:
         ahead: states that were read ahead for updates that have not begun.
     """
 
-    def __init__(self, resources: Resources, shadows: Shadows) -> None:
+    def __init__(self, resources: ModelResources, shadows: ShadowMemory) -> None:
         self._resources = resources
         self.shadows = shadows
-        self.ahead = ReadAhead(resources)
+        self.ahead = ReadAheadJobs(resources)
         self._under_way: dict[int, OffloadedUnit] = {}
         self._readers: list[OffloadedUnit] = []
         self._copied: list[OffloadedUnit] = []
@@ -84,7 +84,7 @@ class UpdateQueue:
         in_store += [] if at_home else [weights.groups[group] for group in unit.homes.states]
         return self._have_spare_copies(in_store)
 
-    def _have_spare_copies(self, homes: Iterable[Home]) -> bool:
+    def _have_spare_copies(self, homes: Iterable[StateHome]) -> bool:
         return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
 
     def speculate(self, unit: OffloadedUnit, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
@@ -230,7 +230,7 @@ class UpdateQueue:
         unit: OffloadedUnit,
         wanted: UnitRequest,
         slot: Lease | None,
-        shadow: Mapping[Home, Lease] | None,
+        shadow: Mapping[StateHome, Lease] | None,
         step: int,
         *,
         committed: bool,
@@ -283,7 +283,7 @@ class UpdateQueue:
                     self._resources, unit, update, index, step=step, ahead=ahead.get(index)
                 )
 
-    def _copy_to_write(self, home: Home, *, speculative: bool, committed: bool) -> int | None:
+    def _copy_to_write(self, home: StateHome, *, speculative: bool, committed: bool) -> int | None:
         """Return the copy in the store to which new values are written; None when the new values are kept only in
         RAM."""
         if home.in_memory and not committed:

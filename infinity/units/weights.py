@@ -48,7 +48,7 @@ _NEXT = {
 }
 
 
-class Weights:
+class UnitWeights:
     """One unit's weights on the device: see [Note: the life of a unit's weights].
 
     Attributes:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from infinity.access.ingest import _Writes
+from infinity.access.ingest import _UnitWrites
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
 from tests.tiers.fakes import TIMEOUT, Failure, Future, pages, transfer
 
 
-def writes_in(arena: Any) -> _Writes:
-    return _Writes(arena)
+def writes_in(arena: Any) -> _UnitWrites:
+    return _UnitWrites(arena)
 
 
 def test_units_are_on_their_way_together_as_far_as_there_is_memory() -> None:
@@ -30,7 +30,7 @@ def test_units_are_on_their_way_together_as_far_as_there_is_memory() -> None:
     assert arena.free_bytes == 2 * PAGE_BYTES
 
 
-def write(writes: _Writes, futures: list[Future], then: Exception | None = None) -> None:
+def write(writes: _UnitWrites, futures: list[Future], then: Exception | None = None) -> None:
     with writes:
         for future in futures:
             writes.start(writes.lease(PAGE_BYTES, "a unit"), [partial(transfer, future)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infinity.base import heap
-from infinity.base.heap import Heap
+from infinity.base.heap import HeapTrimmer
 
 MIB = 1 << 20
 BLOCK = 64 << 10  # below what glibc maps by itself
@@ -38,13 +38,13 @@ def holes() -> Iterator[int]:
 @glibc
 def test_holes_between_what_is_used_go_back(holes: int) -> None:
     before = resident()
-    Heap(64 * MIB).used(64 * MIB)
+    HeapTrimmer(64 * MIB).used(64 * MIB)
     assert before - resident() > holes * 3 // 4
 
 
 @glibc
 def test_memory_is_looked_at_once_in_a_while(holes: int) -> None:
-    before, kept = resident(), Heap(64 * MIB)
+    before, kept = resident(), HeapTrimmer(64 * MIB)
     kept.used(7 * MIB)
     assert before - resident() < holes // 4
     kept.used(1 * MIB)
@@ -54,7 +54,7 @@ def test_memory_is_looked_at_once_in_a_while(holes: int) -> None:
 @glibc
 def test_a_large_budget_keeps_what_will_be_used_again(holes: int) -> None:
     before, budget = resident(), 1 << 40
-    Heap(budget).used(budget)
+    HeapTrimmer(budget).used(budget)
     assert before - resident() < holes // 4
 
 
@@ -63,4 +63,4 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
     monkeypatch.setattr(heap, "_LIBC", Musl())
-    Heap(8).used(8)
+    HeapTrimmer(8).used(8)

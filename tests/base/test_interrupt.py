@@ -187,7 +187,7 @@ def test_where_no_thread_gets_signals_nothing_is_deferred(monkeypatch: pytest.Mo
         raise ValueError("signal only works in main thread of the main interpreter")
 
     with monkeypatch.context() as patched:
-        patched.setattr(interrupt, "_signals", interrupt._Signals())
+        patched.setattr(interrupt, "_signals", interrupt._DeferredSignals())
         patched.setattr(signal, "signal", refuse)
         run = uninterruptible(lambda: interrupt._signals.deferred)
         run()

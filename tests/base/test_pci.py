@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.base.pci import Link, PciGpu, gpus, link, numa_node
+from infinity.base.pci import PcieLink, PciGpu, gpus, link, numa_node
 from tests.io.test_disks import write
 
 
@@ -43,10 +43,10 @@ def test_a_machine_without_a_bus_has_no_gpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("speed", "width", "found"),
     [
-        ("16.0 GT/s PCIe", "16", Link(4, 16)),
-        ("8 GT/s", "8", Link(3, 8)),
-        ("32.0 GT/s PCIe", "16", Link(5, 16)),
-        ("2.5 GT/s PCIe", "1", Link(1, 1)),
+        ("16.0 GT/s PCIe", "16", PcieLink(4, 16)),
+        ("8 GT/s", "8", PcieLink(3, 8)),
+        ("32.0 GT/s PCIe", "16", PcieLink(5, 16)),
+        ("2.5 GT/s PCIe", "1", PcieLink(1, 1)),
         ("Unknown", "16", None),
         ("Unknown speed", "0", None),
         ("16.0 GT/s PCIe", "0", None),
@@ -55,13 +55,13 @@ def test_a_machine_without_a_bus_has_no_gpus(tmp_path: Path) -> None:
         ("", "", None),
     ],
 )
-def test_a_link_has_a_generation_and_lanes(speed: str, width: str, found: Link | None, tmp_path: Path) -> None:
+def test_a_link_has_a_generation_and_lanes(speed: str, width: str, found: PcieLink | None, tmp_path: Path) -> None:
     put(tmp_path, "0000:65:00.0", max_link_speed=speed, max_link_width=width)
     assert link("0000:65:00.0", "max", tmp_path) == found
     assert link("0000:65:00.0", "current", tmp_path) is None
 
 
 def test_a_wider_or_newer_link_is_faster() -> None:
-    assert Link(4, 16).rate == pytest.approx(31.5e9, rel=0.01)
-    assert Link(4, 8).rate < Link(3, 16).rate * 1.01
-    assert str(Link(4, 16)) == "Gen4 ×16"
+    assert PcieLink(4, 16).rate == pytest.approx(31.5e9, rel=0.01)
+    assert PcieLink(4, 8).rate < PcieLink(3, 16).rate * 1.01
+    assert str(PcieLink(4, 16)) == "Gen4 ×16"

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from infinity.base import timeline as module
-from infinity.base.timeline import CAUSES, JobTag, Span, Timeline
+from infinity.base.timeline import CAUSES, JobTag, Timeline, TimelineSpan
 from infinity.errors import InfinityError
 
 
@@ -128,13 +128,13 @@ def test_spans_have_their_unit_and_times(ticks: Ticks) -> None:
     ticks.now += 4
     timeline.end_all("backward")
     timeline.end_step(7)
-    assert timeline.stop() == module.Recording(
+    assert timeline.stop() == module.TimelineRecording(
         [
-            Span("stall", "b", 1003, 1006, cause="fetch"),
-            Span("forward", "a", 1001, 1006),
-            Span("backward", "a", 1006, 1010),
-            Span("backward", "b", 1006, 1010),
-            Span("step", "", 1000, 1010, step=7),
+            TimelineSpan("stall", "b", 1003, 1006, cause="fetch"),
+            TimelineSpan("forward", "a", 1001, 1006),
+            TimelineSpan("backward", "a", 1006, 1010),
+            TimelineSpan("backward", "b", 1006, 1010),
+            TimelineSpan("step", "", 1000, 1010, step=7),
         ],
         1000,
         1010,
@@ -150,7 +150,7 @@ def test_a_forward_that_enters_itself_is_one_span(ticks: Ticks) -> None:
     for _ in range(2):
         ticks.now += 1
         timeline.end("forward", "a")
-    assert timeline.stop().spans == [Span("forward", "a", 1000, 1002)]
+    assert timeline.stop().spans == [TimelineSpan("forward", "a", 1000, 1002)]
 
 
 def test_what_is_under_way_at_the_end_is_cut_there_and_what_was_abandoned_is_forgotten(ticks: Ticks) -> None:
@@ -160,7 +160,7 @@ def test_what_is_under_way_at_the_end_is_cut_there_and_what_was_abandoned_is_for
     timeline.begin("forward", "b")
     ticks.now += 1
     timeline.forget("forward", "backward")
-    assert timeline.stop().spans == [Span("fetch", "a", 1000, 1001)]
+    assert timeline.stop().spans == [TimelineSpan("fetch", "a", 1000, 1001)]
     timeline.record()
     assert timeline.stop().spans == []
 

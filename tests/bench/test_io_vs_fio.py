@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from io_vs_fio import Comparison, Ratio, _order, compare_with_fio, fio_arguments, main, parse_fio, run_fio, text
 
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import Rig, Workload
+from infinity.cli.bench.scratch import ScratchFile
+from infinity.cli.bench.workload import Workload, WorkloadRunner
 from infinity.errors import BenchError
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -81,8 +81,8 @@ def test_the_command_has_a_line_for_each_contender_and_names_what_it_lacks(
 
 @needs_fio
 def test_fio_and_the_engines_take_turns_on_one_file(tmp_path: Path) -> None:
-    with Scratch(tmp_path, 16 << 20) as scratch:
-        rig = Rig(scratch, 16 << 20)
+    with ScratchFile(tmp_path, 16 << 20) as scratch:
+        rig = WorkloadRunner(scratch, 16 << 20)
         rig.fill()
         said: list[str] = []
         result = compare_with_fio(scratch, rig, Workload("mixed", 1 << 20, 4, 8 << 20), 2, said.append)

@@ -16,25 +16,25 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from infinity.cli import documents
-from infinity.cli.data import PackedData
+from infinity.cli.data import PackedDataset
 from infinity.cli.records import LossOn
 from infinity.errors import ConfigError
 from tests.cli.test_finetune import TEXT, tokenizer
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }} {% endfor %}"
-Pack = Callable[..., PackedData]
+Pack = Callable[..., PackedDataset]
 
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Iterator[Pack]:
-    """PackedData of paths, by default for a tokenizer with a chat template; closed at the end."""
-    opened: list[PackedData] = []
+    """PackedDataset of paths, by default for a tokenizer with a chat template; closed at the end."""
+    opened: list[PackedDataset] = []
 
-    def make(*paths: Path, by: Any = None, length: int = 1, loss_on: LossOn = "all") -> PackedData:
+    def make(*paths: Path, by: Any = None, length: int = 1, loss_on: LossOn = "all") -> PackedDataset:
         if by is None:
             by = tokenizer()
             by.chat_template = CHAT
-        opened.append(PackedData(list(paths), by, length, tmp_path, loss_on=loss_on))
+        opened.append(PackedDataset(list(paths), by, length, tmp_path, loss_on=loss_on))
         return opened[-1]
 
     yield make
@@ -42,11 +42,11 @@ def pack(tmp_path: Path) -> Iterator[Pack]:
         data.close()
 
 
-def tokens_of(data: PackedData) -> list[int]:
+def tokens_of(data: PackedDataset) -> list[int]:
     return data.rows(range(data.sequences)).ids.flatten().tolist()
 
 
-def text_of(data: PackedData) -> str:
+def text_of(data: PackedDataset) -> str:
     return str(tokenizer().decode(tokens_of(data)))
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from infinity.cli import default_dtype as defaults
 from infinity.cli.default_dtype import default_dtype, dtype_line
-from infinity.cli.machine_facts import Processor
+from infinity.cli.machine_facts import ProcessorFacts
 from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES
 from tests.cli.test_finetune import run
@@ -49,7 +49,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give this machine's processor other flags, and take its GPU away."""
 
     def set_to(found: frozenset[str]) -> None:
-        monkeypatch.setattr(defaults, "processor", lambda root: Processor("Some CPU", found))
+        monkeypatch.setattr(defaults, "processor", lambda root: ProcessorFacts("Some CPU", found))
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     return set_to

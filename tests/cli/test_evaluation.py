@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from infinity.cli import step_watch
-from infinity.cli.batches import Batch
-from infinity.cli.data import Part, split
+from infinity.cli.batches import TokenBatch
+from infinity.cli.data import SequenceSubset, split
 from infinity.cli.main import main
-from infinity.cli.trainers import Sft
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.errors import ConfigError
 from tests.cli import test_resume
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -110,7 +110,7 @@ def test_a_stopped_run_has_the_evaluations_of_one_that_was_not(
 
 def evaluating_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock of a run's steps."""
-    hours, evaluate = itertools.count(1), Sft.evaluate
+    hours, evaluate = itertools.count(1), FinetuneSFTTrainer.evaluate
     passed = [0]
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -119,7 +119,7 @@ def evaluating_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
     monkeypatch.setattr(step_watch, "time", clock)
-    monkeypatch.setattr(Sft, "evaluate", slow)
+    monkeypatch.setattr(FinetuneSFTTrainer, "evaluate", slow)
 
 
 class Numbers:
@@ -127,8 +127,8 @@ class Numbers:
 
     sequences, digest = 20, "numbers"
 
-    def rows(self, indices: Any) -> Batch:
-        return Batch(torch.tensor([[index] for index in indices]))
+    def rows(self, indices: Any) -> TokenBatch:
+        return TokenBatch(torch.tensor([[index] for index in indices]))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 0.9])
@@ -139,7 +139,7 @@ def test_what_is_held_out_is_not_trained_on(share: float) -> None:
     assert held_out.sequences == max(round(20 * share), 1)
     assert trained.digest != split(Numbers(), share, seed=4)[0].digest
     with pytest.raises(ConfigError, match="has only one"):
-        split(Part(Numbers(), [0]), share, 0)
+        split(SequenceSubset(Numbers(), [0]), share, 0)
 
 
 def test_a_split_is_evaluated_too(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from tokenizers import decoders
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from infinity.cli.batches import Batch
-from infinity.cli.data import PackedData
+from infinity.cli.batches import TokenBatch
+from infinity.cli.data import PackedDataset
 from infinity.cli.packing import pack
 from infinity.cli.packing_support import require_separates
 from infinity.errors import ConfigError, ModelError
@@ -47,7 +47,7 @@ TALK = [
     ("user", "and"),
     ("assistant", "a hen"),
 ]
-Read = Callable[..., PackedData]
+Read = Callable[..., PackedDataset]
 
 
 @functools.cache
@@ -64,17 +64,17 @@ def byte_level() -> Any:
 
 @pytest.fixture
 def read(tmp_path: Path) -> Iterator[Read]:
-    """PackedData of rows that are written to a .jsonl file, or of a path; closed at the end."""
-    opened: list[PackedData] = []
+    """PackedDataset of rows that are written to a .jsonl file, or of a path; closed at the end."""
+    opened: list[PackedDataset] = []
 
-    def make(rows: Any, template: str | None = CHATML, length: int = 192, **options: Any) -> PackedData:
+    def make(rows: Any, template: str | None = CHATML, length: int = 192, **options: Any) -> PackedDataset:
         path = rows
         if not isinstance(rows, Path):
             path = tmp_path / f"rows{len(opened)}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         by = byte_level()
         by.chat_template = template
-        opened.append(PackedData([path], by, length, tmp_path, **options))
+        opened.append(PackedDataset([path], by, length, tmp_path, **options))
         return opened[-1]
 
     yield make
@@ -82,7 +82,7 @@ def read(tmp_path: Path) -> Iterator[Read]:
         data.close()
 
 
-def learned(data: PackedData) -> list[str]:
+def learned(data: PackedDataset) -> list[str]:
     """Return the text that is learned, by example."""
     batch, by = data.rows(range(data.sequences)), byte_level()
     assert batch.labels is not None
@@ -91,9 +91,9 @@ def learned(data: PackedData) -> list[str]:
     for labels, positions in zip(batch.labels.tolist(), batch.positions.tolist(), strict=True):
         for label, position in zip(labels, positions, strict=True):
             if not position:
-                assert label == Batch.NOTHING
+                assert label == TokenBatch.NOTHING
                 found.append([])
-            elif label != Batch.NOTHING:
+            elif label != TokenBatch.NOTHING:
                 found[-1].append(label)
     return [by.decode(each) for each in found if each]
 

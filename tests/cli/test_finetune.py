@@ -27,7 +27,7 @@ from infinity.cli import training
 from infinity.cli.main import main
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.run_report import make_report, processors_alone
-from infinity.cli.trainers import Sft
+from infinity.cli.trainers import FinetuneSFTTrainer
 from tests import processes
 from tests.models import VOCABULARY, bert, llama
 from tests.processes import Forked
@@ -363,13 +363,13 @@ def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_pat
 
 def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], at: set[int]) -> None:
     """Change the loss of the passes `at`, counted from 1."""
-    compute, passes = Sft.compute_loss, itertools.count(1)
+    compute, passes = FinetuneSFTTrainer.compute_loss, itertools.count(1)
 
     def compute_loss(*arguments: Any, **options: Any) -> Any:
         loss = compute(*arguments, **options)
         return change(loss) if next(passes) in at else loss
 
-    monkeypatch.setattr(Sft, "compute_loss", compute_loss)
+    monkeypatch.setattr(FinetuneSFTTrainer, "compute_loss", compute_loss)
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, at: set[int], value: float = float("nan")) -> None:
@@ -461,7 +461,7 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.cli.step_watch.StepWatch._finish", interrupted)
+    monkeypatch.setattr("infinity.cli.step_watch.StepCallback._finish", interrupted)
     assert run(job) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "out").exists()

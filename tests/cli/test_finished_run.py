@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from infinity.cli import verifying
 from infinity.cli.finished_run import finish
 from infinity.cli.main import main
-from infinity.cli.step_watch import StepWatch
+from infinity.cli.step_watch import StepCallback
 from infinity.errors import InfinityError
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME, LOCK_NAME, SWAP_NAME, generations_in
@@ -122,14 +122,14 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
 
 
 def test_an_interrupted_run_keeps_its_store(short: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = StepWatch._finish
+    made = StepCallback._finish
 
     def step(self: Any, number: int) -> None:
         made(self, number)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(StepWatch, "_finish", step)
+        patched.setattr(StepCallback, "_finish", step)
         assert run(short) == 130
     assert list(generations_in(tmp_path / "swap")) == [1]
     assert main(["finetune", "--resume", str(tmp_path / "swap")]) == 0

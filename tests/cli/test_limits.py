@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.cli.main import main
-from infinity.cli.trainers import Sft
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.units.fetcher import Fetcher
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY, gpt2, llama
@@ -105,7 +105,7 @@ def test_without_memory_for_a_pass_a_smaller_one_runs(
     of: str, fewer: Job, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     tokens = [0]
-    compute, backward = Sft.compute_loss, torch.Tensor.backward
+    compute, backward = FinetuneSFTTrainer.compute_loss, torch.Tensor.backward
 
     def allocate(where: str) -> None:
         if where == of and tokens[0] > 16:
@@ -121,7 +121,7 @@ def test_without_memory_for_a_pass_a_smaller_one_runs(
         allocate("backward")
         backward(loss, *given, **named)
 
-    monkeypatch.setattr(Sft, "compute_loss", forward)
+    monkeypatch.setattr(FinetuneSFTTrainer, "compute_loss", forward)
     monkeypatch.setattr(torch.Tensor, "backward", back)
     assert run(job | {"--steps": 1}) == 2
     error = capsys.readouterr().err

@@ -32,17 +32,17 @@ def plain_losses(job: dict[str, Any], **of_lora: Any) -> list[float]:
     """Return the losses of PEFT and torch.optim.AdamW on the first batches of the run."""
     from peft import LoraConfig, get_peft_model
 
-    from infinity.cli.data import PackedData
-    from infinity.cli.order import Order
+    from infinity.cli.data import PackedDataset
+    from infinity.cli.order import SequenceSampler
 
     tokenizer = AutoTokenizer.from_pretrained(job["--model"])
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(job["--model"], dtype=torch.float32)
     lora = LoraConfig(r=4, task_type="CAUSAL_LM", **({"lora_alpha": 8, "target_modules": "all-linear"} | of_lora))
     model = get_peft_model(model, lora).train()
-    data = PackedData([job["--data"]], tokenizer, job["--sequence-length"], job["--data"].parent)
+    data = PackedDataset([job["--data"]], tokenizer, job["--sequence-length"], job["--data"].parent)
     size = job["--batch-size"]
-    order = list(Order(data.sequences, job["--steps"] * size, 0))
+    order = list(SequenceSampler(data.sequences, job["--steps"] * size, 0))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = torch.optim.AdamW(trained, lr=job["--lr"], weight_decay=0.01)
     losses = []

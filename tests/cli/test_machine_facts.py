@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.machine_facts import Processor, last_cache_bytes, processor
+from infinity.cli.machine_facts import ProcessorFacts, last_cache_bytes, processor
 from tests.io.test_disks import write
 
 
 def test_a_processor_has_a_name_and_features(tmp_path: Path) -> None:
-    assert processor(tmp_path) == Processor("", frozenset())
+    assert processor(tmp_path) == ProcessorFacts("", frozenset())
     write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Some CPU\nflags\t: avx2 fma\n"})
-    assert processor(tmp_path) == Processor("Some CPU", frozenset({"avx2", "fma"}))
+    assert processor(tmp_path) == ProcessorFacts("Some CPU", frozenset({"avx2", "fma"}))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from infinity.cli import main
 from infinity.cli.bench import main as bench_main
 from infinity.cli.optimizers import _MAKE, DTYPES
-from infinity.cli.options import DTYPE_NAMES, OPTIMIZERS, Parser, number, size, whole
+from infinity.cli.options import DTYPE_NAMES, OPTIMIZERS, StrictArgumentParser, number, size, whole
 from infinity.errors import ConfigError
 from tests.models import llama
 from tests.test_front_door import HEAVY
@@ -181,10 +181,10 @@ def test_types_keep_their_limits() -> None:
 
 
 def test_every_parser_refuses_abbreviations() -> None:
-    parser = Parser(prog="x")
+    parser = StrictArgumentParser(prog="x")
     inner = parser.add_subparsers().add_parser("y")
     inner.add_argument("--long-name")
-    assert isinstance(inner, Parser)
+    assert isinstance(inner, StrictArgumentParser)
     with pytest.raises(ConfigError, match="did you mean --long-name"):
         parser.parse_args(["y", "--long", "3"])
 

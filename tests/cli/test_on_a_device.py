@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from infinity.base import accelerator
 from infinity.cli import generate, samples, trainer
-from infinity.cli.batches import Batch
+from infinity.cli.batches import TokenBatch
 from infinity.cli.main import main
 from tests.cli.test_finetune import job, run
 from tests.sim.fixtures import Simulate, simulate
@@ -45,7 +45,7 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated device. Its tensors look like those of the host, so batches and prompts are noted where they are
     made, and a look-up of what was not brought from there fails as CUDA's does."""
     simulate(LAZY)
-    host, init, embedding = Host(), Batch.__init__, torch.nn.functional.embedding
+    host, init, embedding = Host(), TokenBatch.__init__, torch.nn.functional.embedding
 
     def noted(batch: Any, *given: Any, **named: Any) -> None:
         init(batch, *given, **named)
@@ -65,7 +65,7 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Trainer, "_prepare_inputs", lambda self, batch: {key: each.clone() for key, each in batch.items()}
     )
-    monkeypatch.setattr(Batch, "__init__", noted)
+    monkeypatch.setattr(TokenBatch, "__init__", noted)
     for module in (samples, generate):
         monkeypatch.setattr(module, "prompt_ids", prompt)
     monkeypatch.setattr(torch.nn.functional, "embedding", look_up)

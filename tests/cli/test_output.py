@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinity.cli import models
 from infinity.cli.main import main
-from infinity.cli.output import Output, Saved
-from infinity.cli.training import Training
+from infinity.cli.output import OutputDirectory, SavedModel
+from infinity.cli.training import FinetuneRun
 from infinity.errors import ConfigError, InfinityError
 from tests.cli.test_finetune import run
 
@@ -43,13 +43,13 @@ def loads(directory: Path) -> bool:
 
 
 def during_the_run(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    made = Training.report
+    made = FinetuneRun.report
 
     def report(self: Any) -> Any:
         act()
         return made(self)
 
-    monkeypatch.setattr(Training, "report", report)
+    monkeypatch.setattr(FinetuneRun, "report", report)
 
 
 @pytest.mark.parametrize("kind", ["a file in it", "a file", "a dangling link"])
@@ -212,12 +212,12 @@ def test_a_swap_directory_in_the_output_or_in_the_data_is_refused(short: Job, tm
 def test_a_disk_too_small_for_the_model_is_refused_before_training(
     short: Job, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require = Output.require_room
+    require = OutputDirectory.require_room
 
-    def require_on_a_small_disk(output: Output, model_bytes: int) -> None:
+    def require_on_a_small_disk(output: OutputDirectory, model_bytes: int) -> None:
         require(output, model_bytes + (1 << 60))
 
-    monkeypatch.setattr(Output, "require_room", require_on_a_small_disk)
+    monkeypatch.setattr(OutputDirectory, "require_room", require_on_a_small_disk)
     assert run(short) == 2
     captured = capsys.readouterr()
     assert "the trained model takes" in captured.err
@@ -230,13 +230,13 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in ("/proc/out", tmp_path / "circle" / "out", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match="--output .*: cannot write to"):
-            Output(Path(path))
+            OutputDirectory(Path(path))
     assert sorted(os.listdir(tmp_path)) == ["circle", "file"]
 
 
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the name is not UTF-8") as caught:
-        Output(tmp_path / os.fsdecode(b"o\xff\x1b[31mut"))
+        OutputDirectory(tmp_path / os.fsdecode(b"o\xff\x1b[31mut"))
     assert str(caught.value).isprintable()
     assert os.listdir(tmp_path) == []
 
@@ -244,7 +244,7 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 def test_a_place_to_move_the_model_from_is_written_as_a_shell_reads_it(tmp_path: Path) -> None:
     for name in ("a b", "a'b", "a\x1b[2Jb"):
         (tmp_path / name).mkdir()
-        said = str(Saved(tmp_path / name, ""))
+        said = str(SavedModel(tmp_path / name, ""))
         assert said.isprintable()
         command = re.search("`mv (.*) DIRECTORY`", said)
         assert command
@@ -253,7 +253,7 @@ def test_a_place_to_move_the_model_from_is_written_as_a_shell_reads_it(tmp_path:
 
 
 def test_a_long_name_is_no_trouble(tmp_path: Path) -> None:
-    output = Output(tmp_path / ("x" * 250))
+    output = OutputDirectory(tmp_path / ("x" * 250))
 
     def write(directory: Path) -> None:
         directory.mkdir()
@@ -270,6 +270,6 @@ def test_where_no_disk_takes_the_model_that_is_said_and_nothing_is_left(tmp_path
 
     (tmp_path / "other").mkdir()
     with pytest.raises(InfinityError, match="the model could not be saved. No space left"):
-        Output(tmp_path / "out").save(full, [tmp_path / "other"])
+        OutputDirectory(tmp_path / "out").save(full, [tmp_path / "other"])
     assert os.listdir(tmp_path) == ["other"]
     assert os.listdir(tmp_path / "other") == []

@@ -11,27 +11,27 @@ from typing import Any
 import pytest
 
 from infinity.cli.fields import by_name
-from infinity.cli.pairs import PairedData
+from infinity.cli.pairs import PairDataset
 from infinity.errors import ConfigError
 from tests.cli.test_examples import CHATML, byte_level
 
 ASK = [{"role": "user", "content": "say it"}]
 FOX, HEN = ([{"role": "assistant", "content": each}] for each in ("fox", "hen"))
 CHAT = {"prompt": ASK, "chosen": FOX, "rejected": HEN}
-Read = Callable[..., PairedData]
+Read = Callable[..., PairDataset]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Iterator[Read]:
-    """PairedData of rows, closed at the end."""
-    opened: list[PairedData] = []
+    """PairDataset of rows, closed at the end."""
+    opened: list[PairDataset] = []
 
-    def make(*rows: Any, method: str = "dpo", length: int = 128, **options: Any) -> PairedData:
+    def make(*rows: Any, method: str = "dpo", length: int = 128, **options: Any) -> PairDataset:
         path = tmp_path / f"rows{len(opened)}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         by = byte_level()
         by.chat_template = CHATML
-        opened.append(PairedData([path], by, length, tmp_path, method=method, **options))
+        opened.append(PairDataset([path], by, length, tmp_path, method=method, **options))
         return opened[-1]
 
     yield make
@@ -39,7 +39,7 @@ def read(tmp_path: Path) -> Iterator[Read]:
         data.close()
 
 
-def texts(data: PairedData) -> list[tuple[str, str, str]]:
+def texts(data: PairDataset) -> list[tuple[str, str, str]]:
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     rows = data.rows(range(data.sequences)).rows
     return [tuple(byte_level().decode(row.get(name, [])) for name in names) for row in rows]
@@ -147,7 +147,7 @@ def test_pairs_of_one_answer_and_those_that_are_too_long_are_left_out(read: Read
 def test_text_is_no_pair_and_rows_are(tmp_path: Path, read: Read) -> None:
     (tmp_path / "text.txt").write_text("the fox")
     with pytest.raises(ConfigError, match=r"text\.txt: --method dpo learns rows with 'chosen' and 'rejected'"):
-        PairedData([tmp_path / "text.txt"], byte_level(), 8, tmp_path, method="dpo")
+        PairDataset([tmp_path / "text.txt"], byte_level(), 8, tmp_path, method="dpo")
     assert read(CHAT).sequences == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import infinity
-from infinity.cli.references import Reference
+from infinity.cli.references import ReferenceModel
 from infinity.config import SwapConfig
 from tests.models import llama
 
@@ -16,7 +16,7 @@ def test_no_directory_of_a_reference_stays_even_one_that_ranks_made(tmp_path: Pa
         {"weights": "nvme", "nvme": {"paths": [str(tmp_path)]}, "memory": {"device": "8MiB", "host": "64MiB"}}
     )
     (trained, _), (model, _) = llama(), llama()
-    reference = Reference(model)
+    reference = ReferenceModel(model)
     reference.offload_beside(trained, config, infinity.offload, {})
     assert list((tmp_path / "reference-2").iterdir()) != []
     reference.close()

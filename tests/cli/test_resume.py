@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 import infinity
 from infinity.cli.command import command
 from infinity.cli.main import main
-from infinity.cli.step_watch import StepWatch
-from infinity.cli.trainers import Sft
+from infinity.cli.step_watch import StepCallback
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.io.test_headers import build, config, trained
@@ -88,7 +88,7 @@ class _Signalling:
 
 def _signalled(arguments: list[str], number: int, at: str) -> tuple[int, str]:
     """Exit code and what was printed."""
-    made = StepWatch._finish
+    made = StepCallback._finish
 
     def step(self: Any, step: int) -> None:
         made(self, step)
@@ -97,7 +97,7 @@ def _signalled(arguments: list[str], number: int, at: str) -> tuple[int, str]:
 
     stream: Any = _Signalling(sys.stdout, number, at)
     with redirect_stdout(stream), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepWatch, "_finish", step)
+        patch.setattr(StepCallback, "_finish", step)
         code = main(arguments)
     return code, stream.text
 
@@ -152,15 +152,15 @@ def test_a_run_that_fails_within_a_step_goes_on_after_the_step_before(
 ) -> None:
     """Though generations are written every fifth step only."""
     assert run(job) == 0
-    other, compute = _job(tmp_path, "b", commit_every=5), Sft.compute_loss
+    other, compute = _job(tmp_path, "b", commit_every=5), FinetuneSFTTrainer.compute_loss
 
-    def interrupted(self: Sft, *given: Any, **named: Any) -> torch.Tensor:
+    def interrupted(self: FinetuneSFTTrainer, *given: Any, **named: Any) -> torch.Tensor:
         if self.state.global_step == 3:
             raise KeyboardInterrupt
         return compute(self, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Sft, "compute_loss", interrupted)
+        patch.setattr(FinetuneSFTTrainer, "compute_loss", interrupted)
         assert run(other) == 130
     assert list(generations_in(tmp_path / "swap-b")) == [3]
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0

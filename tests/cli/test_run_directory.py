@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infinity.cli import run_directory
-from infinity.cli.history import Evaluated
+from infinity.cli.history import EvaluationLoss
 from infinity.errors import ConfigError
 
 
@@ -98,7 +98,7 @@ def there(directory: Path) -> set[str]:
     return {path.name.removeprefix("checkpoint-") for path in directory.iterdir()}
 
 
-EVALUATED = [Evaluated(5, 3.0), Evaluated(6, math.nan), Evaluated(7, 1.0), Evaluated(10, 2.0)]
+EVALUATED = [EvaluationLoss(5, 3.0), EvaluationLoss(6, math.nan), EvaluationLoss(7, 1.0), EvaluationLoss(10, 2.0)]
 
 
 @pytest.mark.parametrize(

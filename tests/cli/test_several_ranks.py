@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from infinity.checkpoint import save_pretrained
 from infinity.cli import finetune, finished_run, output, run_report
 from infinity.cli.main import main
-from infinity.cli.step_watch import StepWatch
-from infinity.cli.trainers import Sft
+from infinity.cli.step_watch import StepCallback
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.sharded.stores import counts_in, steps_of
@@ -101,14 +101,14 @@ def _no_picture(*_: Any) -> None:
 
 def at_step(number: int, act: Callable[[], object]) -> None:
     """Args: act: done before the forward of this step."""
-    begins = StepWatch.on_step_begin
+    begins = StepCallback.on_step_begin
 
     def acting(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step + 1 == number:
             act()
         begins(self, args, state, control, **named)
 
-    StepWatch.on_step_begin = acting  # type: ignore[method-assign]
+    StepCallback.on_step_begin = acting  # type: ignore[method-assign]
 
 
 def is_asked_to_stop() -> None:
@@ -131,19 +131,19 @@ def is_killed() -> None:
 
 
 def has_a_loss_that_is_no_number() -> None:
-    compute, calls = Sft.compute_loss, itertools.count(1)
+    compute, calls = FinetuneSFTTrainer.compute_loss, itertools.count(1)
 
     def bad(*given: Any, **named: Any) -> Any:
         return compute(*given, **named) * (float("nan") if next(calls) == 3 else 1.0)
 
-    Sft.compute_loss = bad  # type: ignore[method-assign]
+    FinetuneSFTTrainer.compute_loss = bad  # type: ignore[method-assign]
 
 
 def cannot_write_the_output() -> None:
     def full(self: Any, saved: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    output.Output._put_in_place = full  # type: ignore[method-assign]
+    output.OutputDirectory._put_in_place = full  # type: ignore[method-assign]
 
 
 def cannot_save() -> None:

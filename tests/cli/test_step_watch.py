@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import TensorBoardCallback
 
 from infinity.cli import run_directory, training
-from infinity.cli.history import History, Sample
+from infinity.cli.history import RunHistory, TextSample
 from infinity.cli.main import main
-from infinity.cli.ownership_mark import Owner
+from infinity.cli.ownership_mark import DirectoryOwner
 from infinity.cli.progress import StepFacts
-from infinity.cli.trainers import Sft
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.errors import InfinityError
 from tests.cli.test_evaluation import _job, evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
@@ -158,9 +158,9 @@ def test_trackers_have_the_last_step_and_what_only_this_program_knows(job: dict[
 def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fails_does_not_end_the_run(
     job: dict[str, Any], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, told = Sft.compute_loss, TensorBoardCallback.on_log
+    compute, told = FinetuneSFTTrainer.compute_loss, TensorBoardCallback.on_log
 
-    def computed(self: Sft, *given: Any, **named: Any) -> torch.Tensor:
+    def computed(self: FinetuneSFTTrainer, *given: Any, **named: Any) -> torch.Tensor:
         return compute(self, *given, **named) * (math.nan if self.state.global_step == 1 else 1)
 
     kept: list[int] = []
@@ -171,7 +171,7 @@ def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fail
             raise ConnectionError("503 Service Unavailable")
         told(self, args, state, *given, **named)
 
-    monkeypatch.setattr(Sft, "compute_loss", computed)
+    monkeypatch.setattr(FinetuneSFTTrainer, "compute_loss", computed)
     monkeypatch.setattr(TensorBoardCallback, "on_log", failing)
     assert run(job | {"--steps": 5}, "--logger", "tensorboard", "--log-every", "1") == 0
     losses = [float(loss) for loss in _losses(tmp_path / "out-a")]
@@ -260,21 +260,21 @@ def test_another_interval_of_saving_removes_nothing(job: dict[str, Any], tmp_pat
 
 def test_a_command_that_begins_anew_goes_on_in_what_it_left(job: dict[str, Any], tmp_path: Path) -> None:
     always = [*(str(part) for item in job.items() for part in item), "--resume", "--save-every", "4"]
-    Owner("before", str(tmp_path / "swap-a"), begins_anew=False).make(tmp_path / "out-a-steps")
+    DirectoryOwner("before", str(tmp_path / "swap-a"), begins_anew=False).make(tmp_path / "out-a-steps")
     assert main(["finetune", *always]) == 0
     assert saved(tmp_path / "out-a") == {"checkpoint-4", "checkpoint-8"}
 
 
 def evaluating(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Make the evaluations return these losses."""
-    given, evaluate = iter(losses), Sft.evaluation_loop
+    given, evaluate = iter(losses), FinetuneSFTTrainer.evaluation_loop
 
     def loop(*arguments: Any, **options: Any) -> Any:
         output = evaluate(*arguments, **options)
         output.metrics["eval_loss"] = next(given)
         return output
 
-    monkeypatch.setattr(Sft, "evaluation_loop", loop)
+    monkeypatch.setattr(FinetuneSFTTrainer, "evaluation_loop", loop)
 
 
 def test_a_best_model_that_could_not_be_saved_is_not_claimed(
@@ -333,10 +333,10 @@ def test_the_last_steps_model_is_the_output_and_is_not_saved_twice(
 
 
 def test_the_facts_of_steps_are_kept_with_their_samples() -> None:
-    made = History()
+    made = RunHistory()
     made.facts.append(StepFacts(1, 2.5, 1e-3, math.nan, 0.5, 7, 8, 9))
-    made.samples.append(Sample(1, "a", "b"))
-    again = History()
+    made.samples.append(TextSample(1, "a", "b"))
+    again = RunHistory()
     again.load_state_dict(made.state_dict())
     assert again.samples == made.samples
     assert again.facts[0].tokens == 7

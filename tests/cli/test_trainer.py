@@ -20,7 +20,7 @@ from trl import SFTTrainer
 
 import infinity
 from infinity.cli.trainer import require_points
-from infinity.cli.trainers import Sft
+from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.errors import PeerError
 from infinity.integrations.patch_table import ATTRIBUTES, FINETUNE, POINTS
 from tests.cli.test_finetune import job as job
@@ -86,13 +86,13 @@ REPLACED = [
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_is_replaced_is_the_librarys(name: str) -> None:
-    assert getattr(SFTTrainer, name) is not getattr(Sft, name)
+    assert getattr(SFTTrainer, name) is not getattr(FinetuneSFTTrainer, name)
 
 
 def test_no_batch_lets_the_host_wait_and_gradients_are_read_by_their_update_only(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, item = Sft.compute_loss, torch.Tensor.item
+    compute, item = FinetuneSFTTrainer.compute_loss, torch.Tensor.item
     waited: list[torch.Tensor] = []
 
     def noted(tensor: torch.Tensor) -> Any:
@@ -104,13 +104,13 @@ def test_no_batch_lets_the_host_wait_and_gradients_are_read_by_their_update_only
             patch.setattr(torch.Tensor, "item", noted)
             return compute(*given, **named)
 
-    monkeypatch.setattr(Sft, "compute_loss", computed)
+    monkeypatch.setattr(FinetuneSFTTrainer, "compute_loss", computed)
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: pytest.fail("transformers computes a norm"))
     assert run(job | {"--steps": 1, "--gradient-accumulation": 2}) == 0
     assert waited == []
 
 
-class Alone(Sft):
+class Alone(FinetuneSFTTrainer):
     """The other ranks are gone."""
 
     def __init__(self) -> None: ...
@@ -131,7 +131,7 @@ def test_a_generation_keeps_of_a_trainers_state_what_a_run_goes_on_with() -> Non
     of_this_process = {"is_world_process_zero": False, "log_history": [{"step": 1}], "max_steps": 5, "save_steps": 1}
     ended: Any = SimpleNamespace(args=args, state=TrainerState(**kept, **of_this_process))
     longer: Any = SimpleNamespace(args=args, state=TrainerState())
-    state = Sft.state_dict(ended)
+    state = FinetuneSFTTrainer.state_dict(ended)
     assert json.loads(state["state"]) == kept
-    Sft.load_state_dict(longer, state)
+    FinetuneSFTTrainer.load_state_dict(longer, state)
     assert longer.state == TrainerState(**kept, max_steps=9, logging_steps=2, save_steps=3)

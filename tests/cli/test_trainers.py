@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from infinity.cli.main import main
-from infinity.cli.step_watch import StepWatch
+from infinity.cli.step_watch import StepCallback
 from infinity.io.directory import FINISHED_NAME
 from tests.cli.test_finetune import arguments_of, run
 from tests.cli.test_sft import BATCH, COUNT, LENGTH, STEPS, job, losses_of, write
@@ -128,7 +128,7 @@ def test_losses_are_those_of_trl(
 
 def _killed(arguments: list[str]) -> int:
     """Killed after the second step, when the third has begun."""
-    begins = StepWatch.on_step_begin
+    begins = StepCallback.on_step_begin
 
     def begin(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == 2:
@@ -136,7 +136,7 @@ def _killed(arguments: list[str]) -> int:
         begins(self, args, state, control, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepWatch, "on_step_begin", begin)
+        patch.setattr(StepCallback, "on_step_begin", begin)
         return main(arguments)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from infinity.coordinator.gradient_handle import _LastNumber
+from infinity.coordinator.gradient_handle import _LastValueCache
 
 
 def test_the_last_number_is_that_of_the_tensor_also_when_another_thread_asks_in_between() -> None:
-    last, other = _LastNumber(), torch.tensor(3.0)
+    last, other = _LastValueCache(), torch.tensor(3.0)
 
     class Number:
         """A tensor whose version is read when the other thread runs."""
@@ -28,7 +28,7 @@ def test_the_last_number_is_that_of_the_tensor_also_when_another_thread_asks_in_
 
 
 def test_the_last_number_follows_a_change_in_place() -> None:
-    last, number = _LastNumber(), torch.tensor(2.0)
+    last, number = _LastValueCache(), torch.tensor(2.0)
     assert last.of(number) == 2.0
     number.mul_(2)
     assert last.of(number) == 4.0

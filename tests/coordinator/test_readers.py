@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from infinity.coordinator.readers import Readers
+from infinity.coordinator.readers import ParameterReaders
 from infinity.errors import ModelError
 from tests.tiers.fakes import few
 
@@ -17,7 +17,7 @@ from tests.tiers.fakes import few
 class ReadersMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.readers = Readers()
+        self.readers = ParameterReaders()
         self.gathered: list[Any] = []
 
     @initialize()
@@ -86,7 +86,7 @@ TestReaders.settings = few
 
 
 def test_a_backward_may_read_in_its_own_thread() -> None:
-    readers, seen = Readers(), []
+    readers, seen = ParameterReaders(), []
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -105,7 +105,7 @@ def test_a_backward_may_read_in_its_own_thread() -> None:
 
 
 def test_a_backward_begins_only_where_no_gradients_are_gathered() -> None:
-    readers = Readers()
+    readers = ParameterReaders()
     with readers.gathering():
         readers.backward_begins()
     readers.backward_ends()
@@ -117,7 +117,7 @@ def test_a_backward_begins_only_where_no_gradients_are_gathered() -> None:
 
 
 def test_what_is_dead_is_ended_before_a_step_is_refused_for_it() -> None:
-    readers = Readers()
+    readers = ParameterReaders()
 
     class Call:
         def __init__(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from infinity.coordinator import registry
-from infinity.coordinator.registry import TooLateError
-from infinity.coordinator.structure import Structure
+from infinity.coordinator.registry import ReoffloadError
+from infinity.coordinator.structure import ModelStructure
 from infinity.errors import ModelError
 
 PLACES: list[Any] = [SimpleNamespace(group=SimpleNamespace(trainable=trained)) for trained in (True, True)]
@@ -36,7 +36,7 @@ class Coordinator:
     def reoffload(self) -> None:
         self.anews += 1
         if self.too_late:
-            raise TooLateError("too late")
+            raise ReoffloadError("too late")
 
     def close(self, *, broken: bool) -> None:
         self.closed.append(broken)
@@ -46,7 +46,7 @@ def entered() -> tuple[nn.Linear, Any, Any]:
     model = nn.Linear(2, 2)
     coordinator: Any = Coordinator(model)
     hook = model.weight.register_hook(lambda gradient: None)
-    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.reoffload(), Structure(model))
+    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.reoffload(), ModelStructure(model))
     return model, coordinator, hook
 
 
@@ -103,7 +103,7 @@ def test_when_it_is_too_late_frozen_parameters_stay_and_others_are_refused() -> 
     freeze(model)
     registry.reoffload_if_changed(model.parameters())
     add(model)
-    with pytest.raises(TooLateError):
+    with pytest.raises(ReoffloadError):
         registry.reoffload_if_changed(model.parameters())
 
 

@@ -29,7 +29,7 @@ import infinity
 from infinity import _native
 from infinity.config import load_config
 from infinity.integrations.launcher import installed
-from infinity.io.pins import Marker, read_marker, read_pins
+from infinity.io.pins import PinMarker, read_marker, read_pins
 from infinity.tiers import resources
 from tests.conftest import weights_of
 from tests.crash.pinned_job import digest_of
@@ -223,7 +223,7 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # -- what must be true -------------------------------------------------------------------------------------------------
 
 
-def marked(root: Path) -> dict[Path, Marker]:
+def marked(root: Path) -> dict[Path, PinMarker]:
     """Return the checkpoint folders that look resumable, with their markers."""
     found = {path: read_marker(path) for path in sorted(root.glob("out/checkpoint-*"))}
     return {path: marker for path, marker in found.items() if marker is not None}

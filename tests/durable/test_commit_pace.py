@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.durable.commit_pace import CommitPace
+from infinity.durable.commit_pace import CommitSchedule
 from infinity.plan.commit_frequency import CommitFrequency
 
 
 class Loop:
     """Steps that take a time, and commits that take another."""
 
-    def __init__(self, pace: CommitPace) -> None:
+    def __init__(self, pace: CommitSchedule) -> None:
         self.pace, self.now, self.step = pace, 0.0, 0
 
     def run(self, steps: int, step_s: float, commit_s: float) -> list[int]:
@@ -30,7 +30,7 @@ class Loop:
 
 
 def loop(commits: CommitFrequency) -> Loop:
-    made: Loop = Loop(CommitPace(commits, clock=lambda: made.now))
+    made: Loop = Loop(CommitSchedule(commits, clock=lambda: made.now))
     return made
 
 
@@ -78,7 +78,7 @@ def test_two_commits_of_one_step_measure_no_step() -> None:
 def test_a_rank_commits_by_what_all_have_agreed_on_and_not_by_its_own_clock() -> None:
     """Whether or not it has asked for the next step before the ranks agree."""
     for asks_before in (False, True):
-        pace = CommitPace(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: 0.0)
+        pace = CommitSchedule(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: 0.0)
         for step in range(1, 4):
             pace.finished(step)
         told = pace.every
@@ -88,6 +88,6 @@ def test_a_rank_commits_by_what_all_have_agreed_on_and_not_by_its_own_clock() ->
         pace.lead(max(told, 3), 5)
         assert pace.due(5)
         assert [step for step in range(6, 13) if pace.due(step)] == [6, 9, 12]
-    measured = Loop(CommitPace(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: measured.now))
+    measured = Loop(CommitSchedule(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: measured.now))
     assert measured.run(6, 1.0, 0.75) == [1, 2, 3, 4, 5, 6]
     assert measured.pace.every > 1

@@ -16,11 +16,11 @@ from infinity.durable.records import ModelRecord
 from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.commit_frequency import CommitFrequency
-from infinity.plan.plan_input import NO_PEERS, Peers
+from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.sharded.shared_generation_maker import SharedGenerationMaker
 from infinity.sizes import PAGE_BYTES
-from infinity.state.shard import Cut
-from infinity.tiers.home import Home, WeightsHome
+from infinity.state.shard import RankPartition
+from infinity.tiers.home import StateHome, WeightsHome
 from tests.tiers.fakes import Failure, Future, Generations, Store, extent, few, pages, transfer
 
 EVERY = 2
@@ -69,7 +69,7 @@ class Run:
         self.exchange = SimpleNamespace(say=self.said.append, heard=[0, 0])
         space = pages(2)
         self.homes = [
-            Home(space.lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent(name, "exp_avg")) for name in ("a", "b")
+            StateHome(space.lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent(name, "exp_avg")) for name in ("a", "b")
         ]
         self.store, self.generations, self.optimizers = Store(), Generations(), Optimizers()
         below: Any = SimpleNamespace(
@@ -376,7 +376,7 @@ def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), facts=NO_PEERS.facts)
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
     assert facts_of(below) == facts
-    below.facts = Peers(Cut(3, 1), 3).facts
+    below.facts = PeerFacts(RankPartition(3, 1), 3).facts
     assert facts_of(below) == facts | {"rank": 1, "ranks": 3, "slice_numel": 65536}
 
 

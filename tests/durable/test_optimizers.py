@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.durable.optimizers import Optimizers
+from infinity.durable.optimizers import ModelOptimizers
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import ModelError, ResumeError
 from tests.durable.test_resumed_generation import record, resumed
@@ -32,8 +32,8 @@ class Optimizer:
         self.lr = saved.param_groups[0]["lr"]
 
 
-def entered(*optimizers: Optimizer) -> Optimizers[Optimizer]:
-    made: Optimizers[Optimizer] = Optimizers()
+def entered(*optimizers: Optimizer) -> ModelOptimizers[Optimizer]:
+    made: ModelOptimizers[Optimizer] = ModelOptimizers()
     for optimizer in optimizers:
         made.enter(optimizer, None)
     return made

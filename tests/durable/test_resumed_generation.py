@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.durable import rng
-from infinity.durable.records import Body, ModelRecord, OptimizerRecord
+from infinity.durable.records import GenerationBody, ModelRecord, OptimizerRecord
 from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ResumeError
 
@@ -29,7 +29,7 @@ def resumed(tracked: dict[str, Any] | None = None, optimizers: int = 0) -> Resum
     model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
     return ResumedGeneration(
         7,
-        Body(
+        GenerationBody(
             optimizers=[record(float(index)) for index in range(optimizers)],
             tracked=tracked or {},
             model=model,

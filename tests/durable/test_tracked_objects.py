@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from infinity.durable.tracked_objects import Tracking, is_data, state_of
+from infinity.durable.tracked_objects import TrackedObjects, is_data, state_of
 from infinity.errors import ConfigError
 
 
@@ -35,8 +35,8 @@ class Loader(Counter):
             yield self.at
 
 
-def tracking_of(rates: list[int], buffers: dict[str, Any]) -> Tracking:
-    return Tracking(lambda: rates, lambda: buffers)
+def tracking_of(rates: list[int], buffers: dict[str, Any]) -> TrackedObjects:
+    return TrackedObjects(lambda: rates, lambda: buffers)
 
 
 class Loop:

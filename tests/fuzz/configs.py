@@ -18,7 +18,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 _PLENTY = 64 << 20
 
@@ -90,7 +90,9 @@ def planned(found: Any, config: dict[str, Any]) -> Plan | None:
     """Return the plan of a model; None if the model does not fit."""
     try:
         cpu = torch.device("cpu")
-        return make_plan(found.units, Terms(load_config(config), cpu), can_recompute=False, sites=found.sites)
+        return make_plan(
+            found.units, OffloadArguments(load_config(config), cpu), can_recompute=False, sites=found.sites
+        )
     except infinity.PlanError:
         return None
 

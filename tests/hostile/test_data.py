@@ -39,7 +39,7 @@ def test_hostile_data_ends_in_a_dataset_or_one_line(tmp_path: Path) -> None:
 
 def _try(numbers: list[int], seed: int, directory: Path) -> None:
     """Print what each case ended in, as JSON."""
-    from infinity.cli.data import PackedData
+    from infinity.cli.data import PackedDataset
     from tests.cli.test_data import CHAT
     from tests.cli.test_finetune import tokenizer
 
@@ -56,7 +56,7 @@ def _try(numbers: list[int], seed: int, directory: Path) -> None:
         kind, paths = make(number, seed, place)
         signal.alarm(DEADLINE_S)
         try:
-            data = PackedData(paths, by, 4, directory, loss_on="all")
+            data = PackedDataset(paths, by, 4, directory, loss_on="all")
             end, problem = "data", _problem_of_data(data, by)
             data.close()
         except BaseException as error:

@@ -14,10 +14,10 @@ from accelerate.state import AcceleratorState
 
 from infinity.config import load_config
 from infinity.integrations.launcher import installed
-from infinity.integrations.script_run import Run
+from infinity.integrations.script_run import ScriptRun
 from tests.models import llama
 
-Launch = Callable[..., AbstractContextManager[Run]]
+Launch = Callable[..., AbstractContextManager[ScriptRun]]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def launch(tmp_path: Path) -> Launch:
     States are on NVMe, and the model is larger than the device memory.
     """
 
-    def start(*, resume: Path | None = None, **changes: Any) -> AbstractContextManager[Run]:
+    def start(*, resume: Path | None = None, **changes: Any) -> AbstractContextManager[ScriptRun]:
         config: dict[str, Any] = {
             "weights": "nvme",
             "optimizer": "nvme",

@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_in_memory_are_written_one_unit_at_a_time(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infinity.integrations.accelerate.fits_memory", lambda model: False)
-    monkeypatch.setattr("infinity.runtime.guards._StateDict._require_room", _no_room)
+    monkeypatch.setattr("infinity.runtime.guards._StateDictHooks._require_room", _no_room)
     with launch():
         loop = Loop(checkpoint, rows)
         loop.train(2)

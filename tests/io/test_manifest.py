@@ -12,9 +12,9 @@ from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
 from infinity.io.manifest import (
     ExtentRecord,
-    Header,
     Manifest,
     StoreRecord,
+    SwapFileHeader,
     read_header,
     read_kept,
     read_manifest,
@@ -163,7 +163,7 @@ def test_extents_without_a_byte_may_lie_anywhere(tmp_path: Path) -> None:
 def test_a_header_names_a_member_that_there_is(tmp_path: Path) -> None:
     path = tmp_path / "header"
     for member in (0, 1, 2):
-        header = Header(**dict(STORE), run="r", mode="generations", member=member)
+        header = SwapFileHeader(**dict(STORE), run="r", mode="generations", member=member)
         path.write_bytes(b"".join(write_header(header)))
         if member < 2:
             assert read_header(path) == header

@@ -27,9 +27,9 @@ from infinity.io.manifest import read_manifest
 from infinity.io.pins import (
     MARKER_NAME,
     PINS_NAME,
-    Marker,
-    Pin,
-    Pins,
+    GenerationPin,
+    GenerationPins,
+    PinMarker,
     begin_folder,
     digest_of,
     folder_path,
@@ -442,17 +442,17 @@ def test_a_folder_is_pinned_under_its_one_name(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_marker_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    marker = Marker(run="other", step=3, digest="0" * 32, directories=[str(tmp_path)])
+    marker = PinMarker(run="other", step=3, digest="0" * 32, directories=[str(tmp_path)])
     write_marker(tmp_path, marker)
-    pin = Pin(folder=str(tmp_path), step=3, digest="0" * 32, finished=True)
-    pins = Pins([tmp_path], "mine")
+    pin = GenerationPin(folder=str(tmp_path), step=3, digest="0" * 32, finished=True)
+    pins = GenerationPins([tmp_path], "mine")
     pins.unmark(pin)
     assert read_marker(tmp_path) == marker
     assert pins.over(pin), "the folder belongs to another run by now"
 
 
 def test_a_marker_is_read_or_named(tmp_path: Path) -> None:
-    folder, marker = tmp_path / "folder", Marker(run="r", step=1, digest="0" * 32, directories=["/a"])
+    folder, marker = tmp_path / "folder", PinMarker(run="r", step=1, digest="0" * 32, directories=["/a"])
     begin_folder(folder)
     assert read_marker(folder) is None
     write_marker(folder, marker)
@@ -476,7 +476,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_marker_names_a_generation_for_each_of_its_own_number_of_ranks() -> None:
-    alone = Marker(run="r", step=1, digest="0" * 32, directories=["/a"])
+    alone = PinMarker(run="r", step=1, digest="0" * 32, directories=["/a"])
     several = alone.model_copy(update={"digests": ["0" * 32, "1" * 32]})
     assert [alone.digest_of(0, 1), alone.digest_of(0, 2)] == ["0" * 32, None]
     assert [several.digest_of(1, 2), several.digest_of(0, 1), several.digest_of(2, 3)] == ["1" * 32, None, None]

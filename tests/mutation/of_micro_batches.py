@@ -80,7 +80,7 @@ OF_MICRO_BATCHES = [
     Mutant(
         "a lane that nobody wants runs on",
         "infinity/runtime/lanes.py",
-        "        if self._unwanted:\n            raise _Ended\n",
+        "        if self._unwanted:\n            raise _CallAbandoned\n",
         "",
         (_LANES,),
     ),
@@ -116,7 +116,7 @@ OF_MICRO_BATCHES = [
         "what a model does with its logits does not matter",
         "infinity/integrations/chunked_loss.py",
         "        loss = _loss_after(self.steps, call.divisor)\n",
-        "        loss = Loss(divisor=call.divisor)\n",
+        "        loss = ChunkedLossOptions(divisor=call.divisor)\n",
         (_CHUNKED, "-k", "every_causal_model"),
     ),
 ]

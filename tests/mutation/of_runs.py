@@ -46,7 +46,7 @@ OF_RUNS = [
     Mutant(
         "nothing is learned of rows that fill up",
         "infinity/cli/trainers.py",
-        ".masked_fill(filling[:, None], Batch.NOTHING)",
+        ".masked_fill(filling[:, None], TokenBatch.NOTHING)",
         "",
         ("tests/cli/test_evaluation.py", "-k", "mean_over"),
     ),

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from infinity import _native
 from infinity.base.timeline import JobTag
 from infinity.io import atomic_file
-from infinity.ranks.exchange import Ticket
+from infinity.ranks.exchange import OperationFuture
 from infinity.tiers.slab import Slab, SlabLease
 
 PATIENCE_S = 20.0
@@ -215,7 +215,7 @@ def _follow_device(patch: pytest.MonkeyPatch, log: Log) -> None:
 
 
 def _follow_ranks(patch: pytest.MonkeyPatch, log: Log) -> None:
-    patch.setattr(Ticket, "done", lambda ticket: ticket.wait(PATIENCE_S))
+    patch.setattr(OperationFuture, "done", lambda ticket: ticket.wait(PATIENCE_S))
 
     def tensors(given: Sequence[Any]) -> str:
         flat = [each for one in given for each in (one if isinstance(one, list) else [one])]

@@ -20,7 +20,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, exact_bytes, parse_bytes
 from infinity.state.discover import HookedModule, discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests.conftest import weights_of
 
 WIDTH = 32  # a square matrix in fp32 is a page
@@ -116,7 +116,7 @@ def plan(memory: dict[str, int], **config: Any) -> Plan:
     found = discover(Blocks((1, 3, 2, 1), {3: 0}))
     given = {"nvme": {"paths": ["/tmp/never-made"]}, "memory": memory, "commit_every": 0} | config
     cpu = torch.device("cpu")
-    return make_plan(found.units, Terms(load_config(given), cpu), can_recompute=False, sites=found.sites)
+    return make_plan(found.units, OffloadArguments(load_config(given), cpu), can_recompute=False, sites=found.sites)
 
 
 CONFIGS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from infinity.plan.commit_frequency import (
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 NVME: dict[str, Any] = {"weights": "nvme", "optimizer": "nvme"}
 HOST: dict[str, Any] = {"weights": "host", "optimizer": "host"}
@@ -44,7 +44,7 @@ def plan(*, resumes: bool = False, trained: bool = True, **config: Any) -> Plan:
     }
     cpu = torch.device("cpu")
     return make_plan(
-        discover(blocks).units, Terms(load_config(given | config), cpu, resumes=resumes), can_recompute=False
+        discover(blocks).units, OffloadArguments(load_config(given | config), cpu, resumes=resumes), can_recompute=False
     )
 
 

@@ -9,7 +9,7 @@ from infinity.config import load_config
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 from tests.models import llama
 
@@ -20,7 +20,9 @@ def plan(*, tied: bool, vertical: bool, device: str = "64MiB") -> tuple[Plan, li
     found = discover(model)
     memory = {"device": device, "host": "1GiB"}
     config = load_config({"weights": "host", "optimizer": "host", "vertical": vertical, "memory": memory})
-    made = make_plan(found.units, Terms(config, torch.device("cuda")), can_recompute=False, sites=found.sites)
+    made = make_plan(
+        found.units, OffloadArguments(config, torch.device("cuda")), can_recompute=False, sites=found.sites
+    )
     return made, list(found.units)
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
-from infinity.plan.layout import Layout, StateLayout
+from infinity.plan.layout import StateLayout, StorageLayout
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests.sampling import number
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -29,7 +29,7 @@ def plan(blocks: list[list[Shape]], config: dict[str, Any], device: str = "cpu",
         model = nn.ModuleList(nn.Sequential(*map(linear, shapes)) for shapes in blocks)
     loaded = load_config(config)
     units = discover(model, loaded.moments).units
-    return make_plan(units, Terms(loaded, torch.device(device), **options), can_recompute=False)
+    return make_plan(units, OffloadArguments(loaded, torch.device(device), **options), can_recompute=False)
 
 
 def linear(shape: Shape) -> nn.Module:
@@ -69,7 +69,7 @@ shapes = st.tuples(st.integers(1, 40), st.sampled_from(DTYPES), st.sampled_from(
 blocks = st.lists(st.lists(shapes, min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-def kept(layout: Layout) -> list[StateLayout]:
+def kept(layout: StorageLayout) -> list[StateLayout]:
     """In the order of the swap file."""
     states = []
     for unit in layout.units:

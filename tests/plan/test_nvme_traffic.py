@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from infinity.config import load_config
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.plan.nvme_traffic import traffic
-from infinity.plan.plan_input import Limits, PlanInput, UnitBytes, count
+from infinity.plan.plan_input import MemoryLimits, PlanInput, UnitBytes, count
 from infinity.state.discover import discover
 from infinity.state.moments import STORED
 
@@ -23,7 +23,7 @@ def problem(told: int | None, commit_every: int, *, in_place: bool = True) -> Pl
     blocks[1].requires_grad_(False)
     config, stored, found = load_config({}), STORED["adamw"], discover(blocks).units
     units = tuple(UnitBytes(unit, unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in found)
-    return PlanInput(config, Limits(0, 0, in_place), Disks(0), units, stored, told, commit_every)
+    return PlanInput(config, MemoryLimits(0, 0, in_place), DiskLimits(0), units, stored, told, commit_every)
 
 
 def test_everything_on_nvme_moves_26_bytes_and_the_gradients_and_what_is_frozen_is_read() -> None:

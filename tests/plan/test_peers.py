@@ -11,11 +11,11 @@ from torch import nn
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import Peers
+from infinity.plan.plan_input import PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.shard import SHARD_NUMEL, Cut
-from infinity.state.terms import Terms
+from infinity.state.shard import SHARD_NUMEL, RankPartition
+from infinity.state.terms import OffloadArguments
 
 MIB = 1 << 20
 WIDTH = 1024  # a block is 16 slices of the smallest size
@@ -23,14 +23,22 @@ BLOCKS = 8
 
 
 def plan(
-    count: int = 1, index: int = 0, *, on_machine: int = 1, device: str = "cpu", near: Cut | None = None, **config: Any
+    count: int = 1,
+    index: int = 0,
+    *,
+    on_machine: int = 1,
+    device: str = "cpu",
+    near: RankPartition | None = None,
+    **config: Any,
 ) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)).to(torch.bfloat16)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
-    peers = Peers(Cut(count, index), on_machine, sharded=count > 1, near=near)
+    peers = PeerFacts(RankPartition(count, index), on_machine, sharded=count > 1, near=near)
     units = discover(blocks).units
-    return make_plan(units, Terms(load_config(config), torch.device(device)), can_recompute=False, peers=peers)
+    return make_plan(
+        units, OffloadArguments(load_config(config), torch.device(device)), can_recompute=False, peers=peers
+    )
 
 
 NVME = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "16MiB", "host": "256MiB"}}
@@ -94,7 +102,7 @@ def test_weights_on_the_device_are_refused() -> None:
 
 def near(gather: int, **config: Any) -> Plan:
     """Return the peers of rank 1 of 4, which keeps copies for so many ranks."""
-    return plan(4, 1, **(NVME | config), near=Cut(gather, 1 % gather))
+    return plan(4, 1, **(NVME | config), near=RankPartition(gather, 1 % gather))
 
 
 @pytest.mark.parametrize("gather", [1, 2])

@@ -15,7 +15,7 @@ from infinity.plan.plan_input import as_far_as
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 WIDTHS = (1024, 256, 1024, 512)
 """Units of different sizes, in the order of the forward."""
@@ -34,7 +34,9 @@ def plan(host: int, device: str = "cpu", **config: Any) -> Plan:
         "update": {"tile": "1MiB"},  # so large that staging is three tiles for every budget here
     }
     loaded = load_config(given | config)
-    return make_plan(discover(blocks, loaded.moments).units, Terms(loaded, torch.device(device)), can_recompute=False)
+    return make_plan(
+        discover(blocks, loaded.moments).units, OffloadArguments(loaded, torch.device(device)), can_recompute=False
+    )
 
 
 def cost(nbytes: int, *, committed: bool = False) -> int:

@@ -17,7 +17,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, format_bytes
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests.models import llama
 from tests.plan import test_layout
 from tests.sampling import number
@@ -27,7 +27,9 @@ def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)).to(dtype)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
-    return make_plan(discover(blocks).units, Terms(load_config(config), torch.device(device)), can_recompute=False)
+    return make_plan(
+        discover(blocks).units, OffloadArguments(load_config(config), torch.device(device)), can_recompute=False
+    )
 
 
 NUMEL = 16 * 1024 * 1024
@@ -58,7 +60,7 @@ def test_staging_has_the_tiles_of_the_model_three_at_least_and_what_the_budget_a
     config = load_config(
         {**NVME, "memory": {"device": "64MiB", "host": "8GiB"}, "nvme": {"paths": ["/tmp/never-made"]}}
     )
-    made = make_plan(discover(model).units, Terms(config, torch.device("cpu")), can_recompute=False)
+    made = make_plan(discover(model).units, OffloadArguments(config, torch.device("cpu")), can_recompute=False)
     assert made.budgets.staging.nbytes == tiles * made.budgets.staging.tile_bytes
 
 
@@ -99,7 +101,9 @@ def test_recompute_is_refused_where_the_model_cannot() -> None:
 def test_a_plan_describes_itself() -> None:
     model, _ = llama()
     config = load_config({"nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0, **NVME})
-    text = make_plan(discover(model).units, Terms(config, torch.device("cpu")), can_recompute=True).describe()
+    text = make_plan(
+        discover(model).units, OffloadArguments(config, torch.device("cpu")), can_recompute=True
+    ).describe()
     for word in ("weights", "optimizer", "gradients", "recompute", "memory.host", "swap file"):
         assert word in text
 
@@ -194,7 +198,7 @@ def on_device(pages: int, trained: Sequence[int], frozen: Sequence[int]) -> Plan
         block.requires_grad_(False)
     config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": pages * PAGE_BYTES, "host": "1GiB"}}
     given = load_config(config | {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0})
-    return make_plan(discover(blocks).units, Terms(given, torch.device("cuda")), can_recompute=False)
+    return make_plan(discover(blocks).units, OffloadArguments(given, torch.device("cuda")), can_recompute=False)
 
 
 def test_more_device_memory_never_makes_a_plan_fail() -> None:

@@ -19,7 +19,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests.plan.test_planner import NUMEL, plan
 from tests.sampling import number
 
@@ -77,7 +77,9 @@ def adapted(trained: bool = False, **config: Any) -> Plan:
     for block in blocks:
         block[0].requires_grad_(trained)  # type: ignore[index]
     given = {"nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0, "memory": memory(1 << 30)} | config
-    return make_plan(discover(blocks).units, Terms(load_config(given), torch.device("cuda")), can_recompute=False)
+    return make_plan(
+        discover(blocks).units, OffloadArguments(load_config(given), torch.device("cuda")), can_recompute=False
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["host", "nvme"])

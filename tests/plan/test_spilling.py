@@ -15,7 +15,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 NVME = {"weights": "nvme", "optimizer": "nvme"}
 NUMELS = [1024 * width for width in [1024] * 8 + [512] * 8]
@@ -35,7 +35,9 @@ def plan(host: int, passes: int | None = None, **config: Any) -> Plan:
     }
     units = discover(blocks).units
     cpu = torch.device("cpu")
-    return make_plan(units, Terms(load_config(given | config), cpu, accumulation_steps=passes), can_recompute=False)
+    return make_plan(
+        units, OffloadArguments(load_config(given | config), cpu, accumulation_steps=passes), can_recompute=False
+    )
 
 
 def test_fp32_in_ram_then_growing_through_the_window_then_spilled() -> None:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from infinity.errors import PeerError
 from infinity.ranks import ranks as ranks_module
-from infinity.ranks.exchange import Exchange
-from infinity.ranks.operations import AllToAll, Control, Gather, Operation
+from infinity.ranks.exchange import RankExchange
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 
 KINDS = ("gather", "exchange", "control")
 
 
-def opened(*, apart: bool = False, **options: Any) -> Exchange:
+def opened(*, apart: bool = False, **options: Any) -> RankExchange:
     """Return an exchange on this rank.
 
     Args:
@@ -31,33 +31,33 @@ def opened(*, apart: bool = False, **options: Any) -> Exchange:
         ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # not restored: a process runs one test
     ranks = Ranks.of_world(**({"deadline_s": 30.0, "even_alone": True} | options))
     assert ranks is not None
-    return Exchange(ranks)
+    return RankExchange(ranks)
 
 
-def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> Operation:
+def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> CollectiveOperation:
     """Return an operation of a kind with even sizes: `nbytes` per pair of ranks. Each byte is the sender's rank + 1."""
     rank, n = dist.get_rank(), dist.get_world_size()
     name = f"unit 'layers.{subject}'"
     if kind == "gather":
         buffer = torch.zeros(n * nbytes, dtype=torch.uint8)
         buffer[rank * nbytes : (rank + 1) * nbytes] = rank + 1
-        return Operation(Gather(buffer, [nbytes] * n), subject, name, **options)
+        return CollectiveOperation(AllGather(buffer, [nbytes] * n), subject, name, **options)
     if kind == "exchange":
         send = torch.full((n * nbytes,), rank + 1, dtype=torch.uint8)
         moved = AllToAll(send, [nbytes] * n, torch.zeros_like(send), [nbytes] * n)
-        return Operation(moved, subject, name, **options)
-    return Operation(Control(bytes([rank + 1]) * nbytes), subject, name, **options)
+        return CollectiveOperation(moved, subject, name, **options)
+    return CollectiveOperation(ControlMessage(bytes([rank + 1]) * nbytes), subject, name, **options)
 
 
-def received(operation: Operation, told: list[bytes]) -> bytes:
+def received(operation: CollectiveOperation, told: list[bytes]) -> bytes:
     """Return the bytes that a finished operation received."""
     moved = operation.collective
-    if isinstance(moved, Gather):
+    if isinstance(moved, AllGather):
         return moved.buffer.numpy().tobytes()
     return moved.receive.numpy().tobytes() if isinstance(moved, AllToAll) else b"".join(told)
 
 
-def done(exchange: Exchange, operation: Operation) -> bytes:
+def done(exchange: RankExchange, operation: CollectiveOperation) -> bytes:
     return received(operation, exchange.submit(operation).result())
 
 
@@ -67,7 +67,7 @@ def kill() -> None:
     threading.Event().wait()
 
 
-def told_by(exchange: Exchange, *operations: Operation) -> tuple[tuple[int, ...], str]:
+def told_by(exchange: RankExchange, *operations: CollectiveOperation) -> tuple[tuple[int, ...], str]:
     """Submit operations until a PeerError, and return the ranks and the text of the error. Require that the exchange
     accepts no operation after the error.
     """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import ForkError, NotAvailableError, PeerError
-from infinity.ranks.operations import AllToAll, Control, Gather, Operation
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from tests.ranks.tasks import KINDS, done, opened, operation
 from tests.ranks.workers import ended, run
 from tests.sampling import SEED, number
@@ -80,7 +80,7 @@ def _bytes(nbytes: int, *key: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _drawn(seed: int, index: int, late: random.Random) -> tuple[Operation, Any]:
+def _drawn(seed: int, index: int, late: random.Random) -> tuple[CollectiveOperation, Any]:
     """Return the operation of that number in a sequence, and the values that must arrive."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chance = random.Random(repr((seed, index)))
@@ -90,15 +90,15 @@ def _drawn(seed: int, index: int, late: random.Random) -> tuple[Operation, Any]:
     if kind == "gather":
         pieces = [_bytes(size, seed, index, r) for r, size in enumerate(sizes[0])]
         buffer = torch.cat([piece if r == rank else torch.zeros_like(piece) for r, piece in enumerate(pieces)])
-        return Operation(Gather(buffer, sizes[0]), index, "g", after), torch.cat(pieces)
+        return CollectiveOperation(AllGather(buffer, sizes[0]), index, "g", after), torch.cat(pieces)
     if kind == "exchange":
         pieces = [[_bytes(size, seed, index, r, to) for to, size in enumerate(row)] for r, row in enumerate(sizes)]
         expected = torch.cat([row[rank] for row in pieces])
         received = [row[rank] for row in sizes]
         moved = AllToAll(torch.cat(pieces[rank]), sizes[rank], torch.zeros_like(expected), received)
-        return Operation(moved, index, "x", after), expected
+        return CollectiveOperation(moved, index, "x", after), expected
     payloads = [_bytes(sizes[0][r], seed, index, r).numpy().tobytes() for r in range(n)]
-    return Operation(Control(payloads[rank]), index, "c", after), payloads
+    return CollectiveOperation(ControlMessage(payloads[rank]), index, "c", after), payloads
 
 
 def random_sequences(seeds: list[int]) -> int:
@@ -115,10 +115,10 @@ def random_sequences(seeds: list[int]) -> int:
         late.shuffle(waiting)
         for moved, ticket, expected in waiting:
             told, count = ticket.result(), count + 1
-            if isinstance(moved, Control):
+            if isinstance(moved, ControlMessage):
                 assert told == expected, (seed, moved)
             else:
-                assert torch.equal(moved.buffer if isinstance(moved, Gather) else moved.receive, expected), seed
+                assert torch.equal(moved.buffer if isinstance(moved, AllGather) else moved.receive, expected), seed
     exchange.close()
     return count
 
@@ -141,7 +141,7 @@ def differing(how: str) -> Any:
     done(exchange, operation("gather", 0))
     mine = operation("gather", 1)
     if how == "kind" and odd:
-        mine = Operation(Control(b"norm"), 1, "step 7")
+        mine = CollectiveOperation(ControlMessage(b"norm"), 1, "step 7")
     elif how == "subject" and odd:
         mine = operation("gather", 2)
     elif how == "slices":
@@ -151,7 +151,9 @@ def differing(how: str) -> Any:
         sizes = [8] * n
         if odd:
             sizes[0], sizes[-1] = 9, 7
-        mine = Operation(AllToAll(send, sizes, torch.zeros(8 * n, dtype=torch.uint8), [8] * n), 1, "unit 'layers.1'")
+        mine = CollectiveOperation(
+            AllToAll(send, sizes, torch.zeros(8 * n, dtype=torch.uint8), [8] * n), 1, "unit 'layers.1'"
+        )
     with pytest.raises(PeerError) as caught:
         exchange.submit(mine).result()
     with pytest.raises(PeerError) as again:
@@ -183,18 +185,20 @@ def wrong_buffers() -> None:
     exchange = opened()
     flat = torch.zeros(8, dtype=torch.uint8)
     for bad in (
-        Gather(flat, [8]),
-        Gather(flat, [4, 5]),
-        Gather(flat, [-1, 9]),
-        Gather(flat.view(2, 4), [4, 4]),
-        Gather(torch.zeros(8), [4, 4]),
-        Gather(torch.zeros(16, dtype=torch.uint8)[::2], [4, 4]),
+        AllGather(flat, [8]),
+        AllGather(flat, [4, 5]),
+        AllGather(flat, [-1, 9]),
+        AllGather(flat.view(2, 4), [4, 4]),
+        AllGather(torch.zeros(8), [4, 4]),
+        AllGather(torch.zeros(16, dtype=torch.uint8)[::2], [4, 4]),
         AllToAll(flat, [4, 4], flat, [4, 5]),
     ):
         with pytest.raises(ValueError, match="of the gradients"):
-            exchange.submit(Operation(bad, 0, "the gradients"))
+            exchange.submit(CollectiveOperation(bad, 0, "the gradients"))
     with pytest.raises(NotAvailableError, match="host memory only"):
-        exchange.submit(Operation(Gather(torch.zeros(8, dtype=torch.uint8, device="meta"), [4, 4]), 0, "the weights"))
+        exchange.submit(
+            CollectiveOperation(AllGather(torch.zeros(8, dtype=torch.uint8, device="meta"), [4, 4]), 0, "the weights")
+        )
     assert done(exchange, operation("gather", 0))  # nothing was submitted, so nothing broke
     exchange.close()
 

@@ -9,22 +9,22 @@ import torch
 
 from infinity.errors import PeerError
 from infinity.ranks import headers
-from infinity.ranks.headers import Header
-from infinity.ranks.operations import AllToAll, Control, Gather, Operation
-from infinity.ranks.ranks import Group
+from infinity.ranks.headers import OperationHeader
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
+from infinity.ranks.ranks import RankGroup
 
 
-def _group(rank: int, n: int) -> Group:
-    return Group(tuple(range(n)), rank)
+def _group(rank: int, n: int) -> RankGroup:
+    return RankGroup(tuple(range(n)), rank)
 
 
-Moved = Gather | AllToAll | Control
+Moved = AllGather | AllToAll | ControlMessage
 
 
-def _of(rank: int, n: int, moved: Moved, name: str = "unit 'a'") -> tuple[Header, list[list[int]]]:
-    operation = Operation(moved, 5, name)
-    header = Header.of(operation, 2, _group(rank, n), _group(rank, n))
-    return Header.decode(header.encode()), headers.sizes_of(operation)
+def _of(rank: int, n: int, moved: Moved, name: str = "unit 'a'") -> tuple[OperationHeader, list[list[int]]]:
+    operation = CollectiveOperation(moved, 5, name)
+    header = OperationHeader.of(operation, 2, _group(rank, n), _group(rank, n))
+    return OperationHeader.decode(header.encode()), headers.sizes_of(operation)
 
 
 def _exchange(rank: int, sizes: list[list[int]]) -> AllToAll:
@@ -33,10 +33,10 @@ def _exchange(rank: int, sizes: list[list[int]]) -> AllToAll:
 
 
 def test_a_header_has_one_length_and_keeps_what_is_compared() -> None:
-    operation = Operation(Control(b"x" * 70_000), -3, "ünit " * 60)
-    encoded = Header.of(operation, 2**40, _group(1, 3), _group(1, 3)).encode()
+    operation = CollectiveOperation(ControlMessage(b"x" * 70_000), -3, "ünit " * 60)
+    encoded = OperationHeader.of(operation, 2**40, _group(1, 3), _group(1, 3)).encode()
     assert len(encoded) == headers.NBYTES
-    header = Header.decode(encoded)
+    header = OperationHeader.decode(encoded)
     assert (header.index, header.kind, header.subject, header.sent) == (2**40, 2, -3, 70_000)
     assert operation.name.startswith(header.name)
     assert header.what.startswith("is at ünit ")
@@ -61,8 +61,8 @@ def test_pieces_fit_exactly_where_each_is_expected_as_it_is_sent() -> None:
 
 
 def test_the_ranks_that_differ_from_most_are_named() -> None:
-    usual = _of(0, 4, Control(b""), "step 7")[0]
-    odd = _of(3, 4, Gather(torch.empty(4), [1] * 4), "unit 'b'")[0]
+    usual = _of(0, 4, ControlMessage(b""), "step 7")[0]
+    odd = _of(3, 4, AllGather(torch.empty(4), [1] * 4), "unit 'b'")[0]
     for said, ranks in (([usual, usual, odd, usual], (2,)), ([odd, usual, usual, odd], (1, 2))):
         with pytest.raises(PeerError) as caught:
             headers.require_same(said)
@@ -72,19 +72,21 @@ def test_the_ranks_that_differ_from_most_are_named() -> None:
 
 
 def test_a_rank_that_gathers_over_other_ranks_is_named() -> None:
-    far, near = (_of(rank, 2, Gather(torch.empty(4), [2, 2], bool(rank)), "unit 'a'")[0] for rank in range(2))
+    far, near = (_of(rank, 2, AllGather(torch.empty(4), [2, 2], bool(rank)), "unit 'a'")[0] for rank in range(2))
     with pytest.raises(PeerError, match="rank 1 gathers again unit 'a' while rank 0 gathers unit 'a'"):
         headers.require_same([far, near])
 
 
 def test_slices_are_compared_among_those_that_gather_together() -> None:
     """On two machines with two ranks and one."""
-    near, far = Group((0, 1), 0), Group((2,), 0)
-    pair, single = Gather(torch.empty(4), [2, 2], near=True), Gather(torch.empty(4), [4], near=True)
-    said = [Header.of(Operation(pair, 0, "u"), 0, near, _group(rank, 3)) for rank in range(2)]
-    said.append(Header.of(Operation(single, 0, "u"), 0, far, _group(2, 3)))
+    near, far = RankGroup((0, 1), 0), RankGroup((2,), 0)
+    pair, single = AllGather(torch.empty(4), [2, 2], near=True), AllGather(torch.empty(4), [4], near=True)
+    said = [OperationHeader.of(CollectiveOperation(pair, 0, "u"), 0, near, _group(rank, 3)) for rank in range(2)]
+    said.append(OperationHeader.of(CollectiveOperation(single, 0, "u"), 0, far, _group(2, 3)))
     assert headers.sizes_fit(said)
-    said[1] = Header.of(Operation(Gather(torch.empty(4), [1, 3], near=True), 0, "u"), 0, near, _group(1, 3))
+    said[1] = OperationHeader.of(
+        CollectiveOperation(AllGather(torch.empty(4), [1, 3], near=True), 0, "u"), 0, near, _group(1, 3)
+    )
     assert not headers.sizes_fit(said)
     error = headers.misfit(said, [[[2, 2]], [[1, 3]], [[4]]])
     assert error.ranks == (1,)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import PeerError
-from infinity.ranks.exchange import Exchange
-from infinity.ranks.operations import Gather, Operation
-from infinity.ranks.ranks import Group, Ranks
+from infinity.ranks.exchange import RankExchange
+from infinity.ranks.operations import AllGather, CollectiveOperation
+from infinity.ranks.ranks import RankGroup, Ranks
 from tests.ranks.tasks import done, opened, operation
 from tests.ranks.workers import run
 
@@ -32,18 +32,18 @@ def alone() -> Any:
 
 
 def test_one_rank_has_ranks_where_it_asks_for_them() -> None:
-    assert run(1, alone) == [(True, (0, 1, 0, 1, 0, Group((0,), 0), Group((0,), 0)))]
+    assert run(1, alone) == [(True, (0, 1, 0, 1, 0, RankGroup((0,), 0), RankGroup((0,), 0)))]
 
 
 def on_machines(machines: str, gather: Any) -> Any:
     """Where this rank is, and what a gather of a byte from each rank of G brings."""
     ranks = Ranks.of_world(gather, machine=machines[dist.get_rank()])
     assert ranks is not None
-    exchange, group = Exchange(ranks), ranks.gather
+    exchange, group = RankExchange(ranks), ranks.gather
     exchanged = done(exchange, operation("exchange", 0, nbytes=1))
     buffer = torch.zeros(group.size, dtype=torch.uint8)
     buffer[group.position] = ranks.rank + 1
-    exchange.submit(Operation(Gather(buffer, [1] * group.size, near=True), 1, "unit 'head'")).result()
+    exchange.submit(CollectiveOperation(AllGather(buffer, [1] * group.size, near=True), 1, "unit 'head'")).result()
     exchange.close()
     assert exchanged == bytes(range(1, ranks.world + 1))
     assert len(dist.distributed_c10d._world.pg_map) == 1

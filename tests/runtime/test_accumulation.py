@@ -15,7 +15,7 @@ import torch
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.speculation_choice import Counts
+from infinity.units.speculation_choice import UpdateCounts
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of, model_and_batches
@@ -42,7 +42,7 @@ def offloaded(tmp_path: Path) -> Iterator[Train]:
         infinity.close(model, discard=True)
 
 
-def counts_of(model: Any) -> Counts:
+def counts_of(model: Any) -> UpdateCounts:
     return registry.coordinator_of(model).speculation_choice.counts
 
 

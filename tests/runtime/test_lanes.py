@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.runtime.lanes import Lane, Surroundings
+from infinity.runtime.lanes import PausableCall, TorchThreadState
 from tests.runtime.vertically import Blocks, Unhappy, inputs, warnings_of
 
 
@@ -32,7 +32,7 @@ class Parking:
 
     def __init__(self, call: Callable[[Parking], object]) -> None:
         self.seen: list[str] = []
-        self.lane = Lane(lambda: call(self), Surroundings(None))
+        self.lane = PausableCall(lambda: call(self), TorchThreadState(None))
 
     def end(self) -> None:
         """End the lane, which must not take long."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.runtime.live_call import LiveCall
+from infinity.runtime.live_call import CallerFrame
 
 
-def hooked(hook: Callable[[], LiveCall]) -> tuple[LiveCall, bool]:
+def hooked(hook: Callable[[], CallerFrame]) -> tuple[CallerFrame, bool]:
     """Return the call that a hook finds, and whether the call was seen to run after the hook."""
     call = hook()
     return call, call.runs
@@ -20,16 +20,16 @@ def hooked(hook: Callable[[], LiveCall]) -> tuple[LiveCall, bool]:
 
 @pytest.mark.parametrize("wrap", [lambda hook: hook, torch.compiler.disable], ids=["plain", "disabled"])
 def test_a_call_runs_until_it_has_ended(wrap: Any) -> None:
-    call, seen = hooked(wrap(LiveCall))
+    call, seen = hooked(wrap(CallerFrame))
     assert (seen, call.runs) == (True, False)
 
 
 def test_a_call_of_another_thread_is_seen_to_run() -> None:
-    made: list[LiveCall] = []
+    made: list[CallerFrame] = []
     called, end = threading.Event(), threading.Event()
 
     def work() -> None:
-        made.append(LiveCall())
+        made.append(CallerFrame())
         called.set()
         assert end.wait(60)
 
@@ -43,8 +43,8 @@ def test_a_call_of_another_thread_is_seen_to_run() -> None:
 
 
 def test_what_is_beyond_a_name_is_what_called_it() -> None:
-    def passed() -> LiveCall:
-        return LiveCall(beyond=("passed",))
+    def passed() -> CallerFrame:
+        return CallerFrame(beyond=("passed",))
 
     call, seen = hooked(passed)
     assert (seen, call.runs) == (True, False)

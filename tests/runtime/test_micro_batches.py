@@ -119,7 +119,7 @@ def test_both_orders_end_in_the_same_bits(case: dict[str, Any], offload: Any, tm
         model = offload(model, memory=SMALL, update={"tile": "64KiB"}, nvme=paths, **tiers)
         with pytest.MonkeyPatch.context() as patch:
             if vertical and case["thread"] == "another":
-                patch.setattr(graph_pieces.Piece, "backward", in_another_thread(graph_pieces.Piece.backward))
+                patch.setattr(graph_pieces.GraphPiece, "backward", in_another_thread(graph_pieces.GraphPiece.backward))
             results.append(trained(model, batches_of(batch, case["count"]), case["clip"], vertical=vertical))
         assert is_vertical(model) == (vertical and case["count"] > 1)
         require_no_leaks(model)
@@ -154,7 +154,7 @@ def small(offload: Any, tmp_path: Path) -> Callable[..., tuple[Any, list[models.
 def _room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The devices of these tests have room for hardly more than weights."""
     if "fit" not in request.node.name:
-        monkeypatch.setattr(micro_batches.MicroBatches, "_room_bytes", lambda self: 1 << 30)
+        monkeypatch.setattr(micro_batches.MicroBatchBackward, "_room_bytes", lambda self: 1 << 30)
 
 
 Small = Callable[..., tuple[Any, list[models.Batch]]]

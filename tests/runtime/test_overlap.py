@@ -25,7 +25,7 @@ from infinity.io.directory import generations_in
 from infinity.io.manifest import read_manifest
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
@@ -70,7 +70,7 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
     if cached == "half":
         plan = make_plan(
             discover(model_and_batches(1)[0], given["moments"]).units,
-            Terms(load_config(given | {"optimizer": "nvme", "overlap": "off"}), torch.device("cpu")),
+            OffloadArguments(load_config(given | {"optimizer": "nvme", "overlap": "off"}), torch.device("cpu")),
             can_recompute=False,
         )
         given["memory"]["host"] = plan.host_bytes + plan.layout.state_bytes // 2 + plan.layout.weight_bytes // 2

@@ -14,7 +14,7 @@ from infinity.coordinator import registry
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, loss_of
@@ -49,7 +49,7 @@ class Placed:
         given = self.config(8 << 20, weights="nvme", optimizer="nvme") | config
         while given["memory"]["host"] != host:  # the staging follows the budget
             host = given["memory"]["host"]
-            found = make_plan(units, Terms(load_config(given), torch.device("cpu")), can_recompute=False)
+            found = make_plan(units, OffloadArguments(load_config(given), torch.device("cpu")), can_recompute=False)
             given["memory"]["host"] = found.host_bytes - found.budgets.staging.ahead_bytes
         return found
 

@@ -17,7 +17,7 @@ from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of
@@ -47,7 +47,7 @@ def half_of_the_gradients(
         try:
             loaded = load_config(swap_config(tier, **config(host)))
             cpu = torch.device("cpu")
-            plan = make_plan(units, Terms(loaded, cpu, accumulation_steps=passes), can_recompute=False)
+            plan = make_plan(units, OffloadArguments(loaded, cpu, accumulation_steps=passes), can_recompute=False)
         except infinity.PlanError:
             return 0.0
         gradients = plan.placement.gradients
@@ -225,7 +225,9 @@ def where_16_bits_pay(swap_config: Any, name: str, dtype: Any) -> dict[str, Any]
         loaded = load_config(swap_config(**config))
         try:
             plans = [
-                make_plan(units, Terms(loaded, torch.device("cpu"), accumulation_steps=told), can_recompute=False)
+                make_plan(
+                    units, OffloadArguments(loaded, torch.device("cpu"), accumulation_steps=told), can_recompute=False
+                )
                 for told in (None, 1)
             ]
         except infinity.PlanError:

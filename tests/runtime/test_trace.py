@@ -16,7 +16,7 @@ from infinity import _native
 from infinity.base import timeline
 from infinity.coordinator import registry
 from infinity.runtime import chrome_trace
-from infinity.runtime.chrome_trace import Event
+from infinity.runtime.chrome_trace import TraceEvent
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
@@ -275,8 +275,8 @@ def test_a_model_closed_inside_leaves_a_trace_that_says_what_is_missing(offload:
     assert any(event["cat"] == "compute" for event in bars(path))
 
 
-def event(row: str, begin: int, end: int) -> Event:
-    return Event(row, "x", "x", begin, end, {})
+def event(row: str, begin: int, end: int) -> TraceEvent:
+    return TraceEvent(row, "x", "x", begin, end, {})
 
 
 def test_what_overlaps_is_spread_over_lanes() -> None:

@@ -16,12 +16,12 @@ import torch
 from infinity import _native
 from infinity.errors import PeerError, SwapIOError
 from infinity.io.arena import PinnedArena
-from infinity.ranks.operations import AllToAll, Operation
-from infinity.sharded.outbox import Outbox, trained
+from infinity.ranks.operations import AllToAll, CollectiveOperation
+from infinity.sharded.outbox import GradientOutbox, trained
 from infinity.sharded.shared_gradients import PARTIAL_NUMEL, SharedGradients
 from infinity.sizes import round_up
-from infinity.state.shard import Cut, Shard
-from infinity.state.unit import ELEMENT_ALIGNMENT, Group, ParameterSpec, Place, Unit
+from infinity.state.shard import RankPartition, Shard
+from infinity.state.unit import ELEMENT_ALIGNMENT, FlatParameterGroup, ParameterPlace, ParameterSpec, Unit
 from infinity.units.gradients import GroupGradients, UnitGradients
 from tests import sampling
 
@@ -37,7 +37,7 @@ def unit_of(index: int, dtype: torch.dtype) -> Unit:
         specs.append(ParameterSpec(f"{index}.{number}", torch.Size([numel]), numel, offset, offset))
         offset += round_up(numel, ELEMENT_ALIGNMENT)
     nbytes = round_up(offset * dtype.itemsize, 4096)
-    group = Group(dtype, index != FROZEN, "fp32", tuple(specs), offset, 0, nbytes)
+    group = FlatParameterGroup(dtype, index != FROZEN, "fp32", tuple(specs), offset, 0, nbytes)
     return Unit(index, str(index), (group,), nbytes, False)
 
 
@@ -107,7 +107,7 @@ class Exchange:
     failure: PeerError | None = None
     tickets: list[Ticket] = field(default_factory=list)
 
-    def submit(self, operation: Operation) -> Ticket:
+    def submit(self, operation: CollectiveOperation) -> Ticket:
         self.tickets.append(Ticket(self.world.join(self.rank, operation.collective), self.failure))
         return self.tickets[-1]
 
@@ -138,7 +138,7 @@ class Rank:
 
     def __init__(self, world: World, rank: int, dtype: torch.dtype, boxes: int) -> None:
         self.units = [unit_of(index, dtype) for index in range(len(SIZES))]
-        self.shards = [Shard(unit, Cut(world.count, rank)) for unit in self.units]
+        self.shards = [Shard(unit, RankPartition(world.count, rank)) for unit in self.units]
         self.memory: dict[int, memoryview] = {}
         self.local = [gradients_of(shard.local, self.memory, shard.full) for shard in self.shards]
         self.exchange = Exchange(world, rank)
@@ -146,7 +146,7 @@ class Rank:
         between: Any = self.exchange
         self.space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
         self.told: list[int] = []  # of each unit that lands, before it does
-        outbox = Outbox(self.shards, self.local, between, self.space, self._before)
+        outbox = GradientOutbox(self.shards, self.local, between, self.space, self._before)
         self.shared = SharedGradients(self.shards, self.local, between, outbox)
 
     def _before(self, index: int) -> None:
@@ -154,8 +154,8 @@ class Rank:
         if self.before is not None:
             self.before(index)
 
-    def place(self, index: int, number: int) -> Place:
-        return Place(self.units[index], 0, self.units[index].groups[0].specs[number])
+    def place(self, index: int, number: int) -> ParameterPlace:
+        return ParameterPlace(self.units[index], 0, self.units[index].groups[0].specs[number])
 
     def landed(self) -> dict[str, list[tuple[int, bytes]]]:
         """Return the part of each parameter's gradient that landed here: (first element, bytes in fp32)."""

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from infinity.base.accelerator import GateTable
+from infinity.base.accelerator import DeviceFunctionTable
 from tests.sim.clocks import NATIVE, Access, Actor, Order, Unordered, place
 from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, SimStream, Wait
 from tests.sim.slab import POISON, Slab
@@ -76,7 +76,7 @@ class SimAccelerator:
         self._default = self.stream("the compute stream")
         self._default.computes = True
         self._thread = threading.local()
-        self._gate: GateTable | None = None
+        self._gate: DeviceFunctionTable | None = None
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class SimAccelerator:
     def handle(self, of: SimStream | SimEvent) -> int:
         return of.handle
 
-    def gate(self) -> GateTable:
+    def gate(self) -> DeviceFunctionTable:
         from tests.sim.gate import open_gate
 
         if self._gate is None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infinity.plan import planner
-from infinity.plan.gradient_ring import Ring, rings_of
+from infinity.plan.gradient_ring import RingSize, rings_of
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, TierSplit
 from infinity.plan.plan_input import PlanInput
 from infinity.state.discover import HookedModule
@@ -50,9 +50,9 @@ class Simulation:
         self._entered.enter_context(watched(self.sim))
 
     def _follow_leases(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        close = resources.Resources.close
+        close = resources.ModelResources.close
 
-        def closed(opened: resources.Resources, **options: Any) -> None:
+        def closed(opened: resources.ModelResources, **options: Any) -> None:
             close(opened, **options)
             device = opened.device
             if device is None:
@@ -62,7 +62,7 @@ class Simulation:
             if lost:
                 self.sim.errors.append(Misuse(f"{lost} bytes of the gradients' ring were never given back"))
 
-        monkeypatch.setattr(resources.Resources, "close", closed)
+        monkeypatch.setattr(resources.ModelResources, "close", closed)
 
     def finish(self) -> None:
         """Close the simulation. Raise the first error that was found but not raised, or whose exception the caller
@@ -75,7 +75,9 @@ class Simulation:
 def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     device_bytes = planner.device_bytes
 
-    def with_gradients(problem: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
+    def with_gradients(
+        problem: PlanInput, sites: Sequence[HookedModule], weights: TierSplit
+    ) -> tuple[int, RingSize, int]:
         for ring in rings_of(problem, sites):
             more = int(ring.nbytes / WEIGHT_SHARE_OF_DEVICE)
             limits = replace(problem.limits, device=problem.limits.device + more)

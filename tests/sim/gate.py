@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from infinity.base.accelerator import GateTable
+from infinity.base.accelerator import DeviceFunctionTable
 from tests.sim.clocks import Actor
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class _Gate:
         return event
 
 
-def open_gate(sim: SimAccelerator) -> GateTable:
+def open_gate(sim: SimAccelerator) -> DeviceFunctionTable:
     """Open a gate, whose functions call into Python and take the GIL."""
     callbacks = _Gate(sim).callbacks
     addresses = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in callbacks.items()}
-    return GateTable(**addresses, keep=callbacks)
+    return DeviceFunctionTable(**addresses, keep=callbacks)

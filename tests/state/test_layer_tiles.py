@@ -9,7 +9,7 @@ from torch import nn
 
 import infinity
 from infinity.state.discover import discover
-from infinity.state.layer_tiles import Rows, places_of, rows_of, tile_name, tile_of
+from infinity.state.layer_tiles import TileRows, places_of, rows_of, tile_name, tile_of
 from tests.models import llama
 
 
@@ -32,12 +32,12 @@ def test_a_name_says_which_tile_it_is(name: str, found: tuple[str, int] | None) 
 def test_the_rows_of_a_tile_follow_those_of_the_tiles_before_it_by_number() -> None:
     shapes = {f"head.{tile_name(index)}.weight": (index + 1, 5) for index in (10, *range(10))}
     rows = rows_of({"other": (3,), **shapes})
-    assert rows["head.infinity_tile_10.weight"] == Rows("head.weight", 55, 66, (66, 5))
+    assert rows["head.infinity_tile_10.weight"] == TileRows("head.weight", 55, 66, (66, 5))
     assert rows["head.infinity_tile_2.weight"].first == 15
     assert "other" not in rows
     wholes = {"other": (3,), "scale": ()}
     assert places_of({**wholes, **shapes}) == rows | {
-        name: Rows(name, 0, math.prod(shape), shape) for name, shape in wholes.items()
+        name: TileRows(name, 0, math.prod(shape), shape) for name, shape in wholes.items()
     }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
 from infinity.state.request import GroupUpdate, SegmentRequest
-from infinity.state.shard import SHARD_NUMEL, Cut, Shard, slices_of
+from infinity.state.shard import SHARD_NUMEL, RankPartition, Shard, slices_of
 from infinity.state.unit import Unit
 from tests.sampling import number
 
@@ -26,7 +26,7 @@ def unit_of(*sizes: int, dtype: torch.dtype = torch.bfloat16, frozen: int = 0) -
 
 
 def shards_of(unit: Unit, count: int, numel: int = SHARD_NUMEL) -> list[Shard]:
-    return [Cut(count, index, numel).of(unit) for index in range(count)]
+    return [RankPartition(count, index, numel).of(unit) for index in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 64, 512])
@@ -93,7 +93,7 @@ def test_ranks_beyond_the_last_slice_have_nothing() -> None:
 
 def test_one_rank_has_the_unit_itself() -> None:
     unit = unit_of(1000, 17)
-    assert Cut(1, 0).of(unit).local is unit
+    assert RankPartition(1, 0).of(unit).local is unit
 
 
 @pytest.mark.parametrize("seed", range(number(6, 20)))
@@ -124,4 +124,4 @@ def test_every_element_is_updated_once_and_as_in_the_whole(seed: int) -> None:
 @pytest.mark.parametrize(("count", "index", "numel"), [(2, 2, 2048), (2, -1, 2048), (2, 0, 0), (2, 0, 1024)])
 def test_what_is_no_cut_is_refused(count: int, index: int, numel: int) -> None:
     with pytest.raises(ValueError, match="rank|multiples"):
-        Cut(count, index, numel)
+        RankPartition(count, index, numel)

@@ -23,7 +23,7 @@ from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.models import loss_of
 from tests.stress.interrupts import CtrlC
@@ -79,7 +79,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
         memory = {"host": int(host), "device": int(device)}
         try:
             given = load_config(config | {"memory": memory})
-            plan = make_plan(found.units, Terms(given, cpu), can_recompute=False, sites=found.sites)
+            plan = make_plan(found.units, OffloadArguments(given, cpu), can_recompute=False, sites=found.sites)
         except infinity.PlanError as error:
             host, device = (host, device * 1.3) if "of memory.device" in str(error) else (host * 1.3, device)
             continue

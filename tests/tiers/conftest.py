@@ -19,7 +19,7 @@ __all__ = ["rig", "simulate"]
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
-    """Provide a function that makes rigs, with the arguments of Rig.
+    """Provide a function that makes rigs, with the arguments of WorkloadRunner.
 
     At the end of the test, the rigs are closed, and all uses of memory must have been ordered.
     """

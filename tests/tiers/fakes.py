@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from infinity import _native
-from infinity.io.arena import PinnedArena, Space
+from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent
 from infinity.sizes import PAGE_BYTES
@@ -31,9 +31,9 @@ seconds.
 _memory = PinnedArena(64 * PAGE_BYTES)
 
 
-def pages(count: int) -> Space:
+def pages(count: int) -> ArenaRegion:
     """Return a new space. The memory of this space is also the memory of the spaces of earlier tests."""
-    return Space(_memory.memory, 0, count * PAGE_BYTES)
+    return ArenaRegion(_memory.memory, 0, count * PAGE_BYTES)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 from infinity import _native
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import Codec, decode, encode, encoded_bytes, parts_of
-from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
 from infinity.tiers import decoding
 from infinity.tiers.decoding import decode_on_device, decodes_alike, of_bitsandbytes, scale_map, value_map
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 
 SIZES = [(1, 1), (1, 63), (3, 21), (2, 32), (65, 1), (7, 64), (5, 129), (130, 131)]
 
@@ -45,9 +45,11 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
         shape = torch.Size(sizes)
         specs.append(ParameterSpec(str(index), shape, shape.numel(), offset, 0))
         offset += round_up(shape.numel(), 256)
-    group = Group(dtype, False, "fp32", tuple(specs), offset, 0, round_up(offset * dtype.itemsize, PAGE_BYTES), codec)
+    group = FlatParameterGroup(
+        dtype, False, "fp32", tuple(specs), offset, 0, round_up(offset * dtype.itemsize, PAGE_BYTES), codec
+    )
     unit = Unit(0, "unit", (group,), group.weight_bytes)
-    home = WeightsHome((Home(None, 0, group.home_bytes, None),), unit.home_bytes, unit)
+    home = WeightsHome((StateHome(None, 0, group.home_bytes, None),), unit.home_bytes, unit)
     data = torch.zeros(group.home_bytes, dtype=torch.uint8)
     expected = {}
     for spec in specs:

@@ -9,7 +9,7 @@ import pytest
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination, destination_of
-from infinity.tiers.home import Home
+from infinity.tiers.home import StateHome
 from tests.tiers.fakes import Store, extent, imitate_streams, pages
 
 WITHIN, NBYTES = PAGE_BYTES, PAGE_BYTES
@@ -31,8 +31,8 @@ def memory(content: int) -> Lease:
 HOME, SHADOW, CURRENT = range(1, 4)
 
 
-def home(*, in_ram: bool) -> Home:
-    return Home(memory(HOME) if in_ram else None, WITHIN, NBYTES, extent("a", "exp_avg"))
+def home(*, in_ram: bool) -> StateHome:
+    return StateHome(memory(HOME) if in_ram else None, WITHIN, NBYTES, extent("a", "exp_avg"))
 
 
 def contents(view: memoryview | None) -> int | None:

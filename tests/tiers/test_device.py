@@ -13,7 +13,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.errors import PlanError
 from infinity.tiers.device import DeviceTier
-from infinity.tiers.slots import SlabSlots
+from infinity.tiers.slots import SlabSlotPool
 from tests.conftest import states_of, weights_of
 from tests.sim.fixtures import Simulate
 from tests.sim.queues import EAGER, LAZY, Policy
@@ -199,7 +199,7 @@ def test_training_goes_on_after_the_device_had_no_memory(
 
 def require_all_slots_known(model: nn.Module) -> None:
     coordinator = registry.coordinator_of(model)
-    assert isinstance(coordinator.fetcher._slots, SlabSlots)
+    assert isinstance(coordinator.fetcher._slots, SlabSlotPool)
     fetched = sum(unit.full.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
     tier = tier_of(model)
     assert tier.slots.free_bytes + tier.staying.free_bytes + fetched == tier.slots.nbytes + tier.staying.nbytes

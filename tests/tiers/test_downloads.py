@@ -12,7 +12,7 @@ from infinity import _native
 from infinity.errors import DeviceError
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
-from infinity.state.unit import Group, ParameterSpec
+from infinity.state.unit import FlatParameterGroup, ParameterSpec
 from infinity.tiers.downloads import GradientBatch, GradientQueue
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.tiers.rig import Rig
@@ -23,9 +23,9 @@ PARTS = 4
 NUMEL = PAGE_BYTES // 2 // PARTS  # of a parameter: four of them fill a page
 
 
-def group_of(name: str = "a") -> Group:
+def group_of(name: str = "a") -> FlatParameterGroup:
     specs = tuple(ParameterSpec(f"{name}.{part}", torch.Size([NUMEL]), NUMEL, NUMEL * part, 0) for part in range(PARTS))
-    return Group(torch.bfloat16, True, "fp32", specs, PARTS * NUMEL, 0, PAGE_BYTES)
+    return FlatParameterGroup(torch.bfloat16, True, "fp32", specs, PARTS * NUMEL, 0, PAGE_BYTES)
 
 
 def gradient(seed: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def target_of(rig: Rig, dtype: torch.dtype = torch.bfloat16) -> Lease:
 
 
 def begin(
-    queue: GradientQueue, target: Lease, group: Group | None = None, dtype: torch.dtype = torch.bfloat16
+    queue: GradientQueue, target: Lease, group: FlatParameterGroup | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> GradientBatch:
     return queue.begin(group or group_of(), target.view(0, PARTS * NUMEL * dtype.itemsize), dtype)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 from tests.tiers.fakes import extent, pages
 from tests.units.fakes import homes_of, unit_of
 
 
 def test_what_changes_in_ram_is_newer_than_the_store_until_it_is_written_or_read() -> None:
-    home = Home(pages(1).lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent("a", "exp_avg"))
+    home = StateHome(pages(1).lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent("a", "exp_avg"))
     assert not home.dirty
     home.mark_changed()
     assert home.dirty
@@ -24,8 +24,8 @@ def test_what_changes_in_ram_is_newer_than_the_store_until_it_is_written_or_read
 
 def test_a_state_is_asked_for_where_it_is() -> None:
     stored, held = (
-        Home(None, 0, 1, extent("a", "b")),
-        Home(pages(2).lease(2 * PAGE_BYTES, "a state"), PAGE_BYTES, 8, None),
+        StateHome(None, 0, 1, extent("a", "b")),
+        StateHome(pages(2).lease(2 * PAGE_BYTES, "a state"), PAGE_BYTES, 8, None),
     )
     assert (stored.in_memory, held.in_memory) == (False, True)
     assert held.view().nbytes == 8

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.landing_window import LandingWindow, Spill, _SpillState
+from infinity.tiers.landing_window import LandingWindow, SpilledGradients, _SpillState
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, Stream, extent, few, imitate_streams, pages
 
 SIZES = (1, 2, 1, 2)
@@ -37,8 +37,8 @@ class WindowMachine(RuleBasedStateMachine):
         self.content: dict[int, int] = {}  # what was written to a spill's memory last
         self.lost: set[int] = set()
 
-    def _spill(self, index: int, count: int) -> Spill:
-        return Spill(extent(str(index), "grad", count=count, copies=1), self.landing, None)
+    def _spill(self, index: int, count: int) -> SpilledGradients:
+        return SpilledGradients(extent(str(index), "grad", count=count, copies=1), self.landing, None)
 
     def _ended(self, extent: Any, failure: Failure | None) -> None:
         if failure is not None:
@@ -155,7 +155,7 @@ class WindowMachine(RuleBasedStateMachine):
         assert {id(spill) for spill in leaving} == {id(spill) for spill in self._in(_SpillState.LEAVING)}
         assert (len(set(here)), len(set(leaving))) == (len(here), len(leaving))
 
-    def _in(self, *places: _SpillState) -> list[Spill]:
+    def _in(self, *places: _SpillState) -> list[SpilledGradients]:
         return [spill for spill in self.spills if spill._where in places]
 
     def teardown(self) -> None:
@@ -166,12 +166,13 @@ TestWindow = WindowMachine.TestCase
 TestWindow.settings = few
 
 
-def window(count: int, *sizes: int) -> tuple[LandingWindow, Store, list[Spill]]:
+def window(count: int, *sizes: int) -> tuple[LandingWindow, Store, list[SpilledGradients]]:
     store = Store()
     native: Any = store
     landing = LandingWindow(pages(count), native)
     spills = [
-        Spill(extent(str(index), "grad", count=size, copies=1), landing, None) for index, size in enumerate(sizes)
+        SpilledGradients(extent(str(index), "grad", count=size, copies=1), landing, None)
+        for index, size in enumerate(sizes)
     ]
     return landing, store, spills
 
@@ -180,7 +181,7 @@ def test_what_is_in_use_leaves_once_the_last_of_it_has_landed() -> None:
     landing, store, _ = window(2)
     landings = [Future(), Future()]
     down: Any = SimpleNamespace(landing_futures=lambda: landings)
-    spill = Spill(extent("0", "grad", count=2, copies=1), landing, down)
+    spill = SpilledGradients(extent("0", "grad", count=2, copies=1), landing, down)
     spill.load()[:] = b"\1" * (2 * PAGE_BYTES)
     spill.use(PAGE_BYTES)
     spill.begin_spill()

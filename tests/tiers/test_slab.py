@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.slab import SlabLease, Uses
+from infinity.tiers.slab import SlabLease, StreamUses
 from tests.sim.queues import EAGER
 from tests.tiers.rig import Rig
 
@@ -106,7 +106,7 @@ def test_each_tensor_of_a_lease_has_a_storage_of_its_own(rig: Callable[..., Rig]
 def test_a_stream_waits_once_and_another_stream_waits_too(rig: Callable[..., Rig]) -> None:
     made = rig()
     sim, ready = made.sim, made.sim.record(made.sim.stream())
-    uses = Uses(sim, lambda: [ready])
+    uses = StreamUses(sim, lambda: [ready])
     uses.begin()
     uses.begin()
     assert made.waits == [(sim.current(), ready)]
@@ -120,7 +120,7 @@ def test_a_stream_waits_once_and_another_stream_waits_too(rig: Callable[..., Rig
 def test_each_stream_has_a_last_use_behind_all_that_it_queued(rig: Callable[..., Rig]) -> None:
     made = rig()
     sim, side = made.sim, made.sim.stream()
-    uses = Uses(sim, lambda: [])
+    uses = StreamUses(sim, lambda: [])
     one = lease(made, 1)
     uses.begin()
     one.memory.fill_(1)
@@ -140,7 +140,7 @@ def test_each_stream_has_a_last_use_behind_all_that_it_queued(rig: Callable[...,
 
 def test_a_use_after_a_rest_counts_anew(rig: Callable[..., Rig]) -> None:
     made = rig()
-    uses = Uses(made.sim, lambda: [])
+    uses = StreamUses(made.sim, lambda: [])
     uses.begin()
     before = uses.events()
     assert uses.events() == before  # nothing was used in between

@@ -18,11 +18,11 @@ from infinity import _native
 from infinity.errors import DeviceCopyError, SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.codec import parts_of
-from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
 from infinity.tiers.destination import StateDestination
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 from infinity.tiers.slab import Slab
-from infinity.tiers.slots import Fetch, HostSlots, SlabSlots, Slot
+from infinity.tiers.slots import Fetch, HostSlotPool, SlabSlotPool, Slot
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, extent, few, pages, transfer
 from tests.tiers.rig import Rig
@@ -32,10 +32,10 @@ PAGES = 8
 GROUPS = [(1,), (2, 1), (1, 1), (4,)]
 
 
-def pool_of(arena: Any) -> tuple[HostSlots, Store]:
+def pool_of(arena: Any) -> tuple[HostSlotPool, Store]:
     store = Store()
     below: Any = SimpleNamespace(arena=arena, require_store=lambda: store)
-    return HostSlots(below), store
+    return HostSlotPool(below), store
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -105,7 +105,7 @@ def home_of(index: int, count: int) -> WeightsHome:
     return homes_of(unit_of(index, (count,))).weights
 
 
-def brought(pool: HostSlots, home: WeightsHome) -> Any:
+def brought(pool: HostSlotPool, home: WeightsHome) -> Any:
     fetch = pool.start(home, {}, 0)
     assert fetch is not None
     return fetch.finish()
@@ -169,8 +169,8 @@ def test_new_weights_are_read_from_where_they_go_once_they_are_there() -> None:
 
 
 class OnDevice:
-    """SlabSlots over the slab of a simulated device, for units of so many pages each, whose weights rest in RAM or in
-    the store."""
+    """SlabSlotPool over the slab of a simulated device, for units of so many pages each, whose weights rest in RAM or
+    in the store."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class OnDevice:
             uploads=rig.uploads(),
             weights=rig.weights(),
         )
-        self.pool = SlabSlots(below, device)
+        self.pool = SlabSlotPool(below, device)
 
     def bring(self, index: int) -> Slot:
         fetch = self.pool.start(self.homes[index], {}, 0)
@@ -254,16 +254,16 @@ def encoded_home(index: int, rig: Rig, stored: bool) -> WeightsHome:
     """Return a home of 4096 weights in int8, two pages, in the store or in RAM, where each of them decodes to (index +
     1) / 2."""
     spec = ParameterSpec("weight", torch.Size([1, PAGE_BYTES]), PAGE_BYTES, 0, 0)
-    group = Group(torch.float32, False, "fp32", (spec,), spec.numel, 0, 4 * spec.numel, "int8")
+    group = FlatParameterGroup(torch.float32, False, "fp32", (spec,), spec.numel, 0, 4 * spec.numel, "int8")
     unit = Unit(index, str(index), (group,), group.weight_bytes)
     if stored:
         place = extent(unit.name, "weight", count=unit.home_bytes // PAGE_BYTES)
-        return WeightsHome((Home(None, 0, unit.home_bytes, place),), unit.home_bytes, unit)
+        return WeightsHome((StateHome(None, 0, unit.home_bytes, place),), unit.home_bytes, unit)
     lease = rig.arena.lease(unit.home_bytes, "weights")
     for part, (begin, nbytes) in parts_of("int8", spec.shape).items():
         data = lease.tensor()[begin : begin + nbytes]
         _ = data.fill_(index + 1) if part == "codes" else data.view(torch.bfloat16).fill_(0.5)
-    return WeightsHome((Home(lease, 0, unit.home_bytes, None),), unit.home_bytes, unit)
+    return WeightsHome((StateHome(lease, 0, unit.home_bytes, None),), unit.home_bytes, unit)
 
 
 @pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)

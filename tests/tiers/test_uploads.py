@@ -14,7 +14,7 @@ from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination
-from infinity.tiers.home import Home, WeightsHome
+from infinity.tiers.home import StateHome, WeightsHome
 from infinity.tiers.slab import SlabLease
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
 from tests.tiers.fakes import extent
@@ -95,7 +95,9 @@ def test_closing_waits_until_no_copy_reads_a_home(rig: Callable[..., Rig]) -> No
 def stored(*groups: int, unit: str = "a") -> WeightsHome:
     """Return a home of groups of so many pages, all of them at the store's beginning."""
     homes = [
-        Home(None, sum(groups[:index]) * PAGE_BYTES, pages * PAGE_BYTES, extent(unit, "weight", count=pages, copies=1))
+        StateHome(
+            None, sum(groups[:index]) * PAGE_BYTES, pages * PAGE_BYTES, extent(unit, "weight", count=pages, copies=1)
+        )
         for index, pages in enumerate(groups)
     ]
     return WeightsHome(tuple(homes), sum(groups) * PAGE_BYTES)
@@ -141,7 +143,7 @@ def test_a_copy_of_new_weights_is_read_once_it_is_written(rig: Callable[..., Rig
     landed = landings.land(reached.handle, [])  # it takes a while until the device has got there, and longer to write
     written = store.transfer(store.engine.write(store.file, 2 * PAGE_BYTES, new.numpy(), after=landed), where)
     slot = slot_of(made, 2)
-    home = Home(None, 0, new.numel(), where)
+    home = StateHome(None, 0, new.numel(), where)
     after = {0: StateDestination(home, copy_index=1, written=written)}
     done, ready = made.uploads().from_store(slot, WeightsHome((home,), home.nbytes), after, store)
     done.result()

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from infinity.base.timeline import Timeline
-from infinity.io.arena import Space
+from infinity.io.arena import ArenaRegion
 from infinity.io.store import Extent
-from infinity.ranks.world import Alone
+from infinity.ranks.world import SingleProcessWorld
 from infinity.sizes import PAGE_BYTES
 from infinity.state.request import GroupUpdate, SegmentRequest
-from infinity.state.shard import Cut, Shard
-from infinity.state.unit import Group, ParameterSpec, Unit
-from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
-from infinity.units.arrivals import Arrivals
-from infinity.units.health import Health
+from infinity.state.shard import RankPartition, Shard
+from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
+from infinity.tiers.home import GroupStates, StateHome, UnitHomes, WeightsHome
+from infinity.units.arrivals import GradientArrivals
+from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
 from infinity.units.released_parameters import released_class
-from infinity.units.shadows import Shadows
+from infinity.units.shadows import ShadowMemory
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UpdateTransfer
 from tests.tiers.fakes import CANCELED, Store, UpdateFuture, extent
@@ -39,21 +39,23 @@ def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) ->
         specs = tuple(
             ParameterSpec(f"{index}.{number}.{part}", torch.Size([half]), half, half * part, 0) for part in (0, 1)
         )
-        made.append(Group(torch.float32, True, "fp32", specs, 2 * half, offset, PAGE_BYTES * count))
+        made.append(FlatParameterGroup(torch.float32, True, "fp32", specs, 2 * half, offset, PAGE_BYTES * count))
         offset += PAGE_BYTES * count
     return Unit(index, str(index), tuple(made), offset, stays)
 
 
-def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:
+def homes_of(
+    unit: Unit, weights: ArenaRegion | None = None, states: ArenaRegion | None = None, *, kept: bool = False
+) -> UnitHomes:
     """Return the homes of a unit. `weights` and `states` are spaces in RAM for the homes; None: the homes are in the
     store. `kept`: homes in RAM have an extent, too.
     """
 
-    def home(state: str, group: int, space: Space | None) -> Home:
+    def home(state: str, group: int, space: ArenaRegion | None) -> StateHome:
         lease = None if space is None else space.lease(PAGE_BYTES * size(group), state)
-        return Home(lease, 0, PAGE_BYTES * size(group), place(state, group, space))
+        return StateHome(lease, 0, PAGE_BYTES * size(group), place(state, group, space))
 
-    def place(state: str, group: int, space: Space | None) -> Extent | None:
+    def place(state: str, group: int, space: ArenaRegion | None) -> Extent | None:
         return extent(unit.name, state, group=group, count=size(group)) if space is None or kept else None
 
     def size(group: int) -> int:
@@ -61,7 +63,7 @@ def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = No
 
     lease = None if weights is None else weights.lease(unit.weight_bytes, "weights")
     of_weights = tuple(
-        Home(lease, group.weight_offset, group.weight_bytes, place("weight", index, weights))
+        StateHome(lease, group.weight_offset, group.weight_bytes, place("weight", index, weights))
         for index, group in enumerate(unit.groups)
     )
     return UnitHomes(
@@ -103,7 +105,7 @@ class Gradients:
     def __init__(self, unit: Unit) -> None:
         self.in_ram = True
         self.finite = True
-        self.arrivals = Arrivals([spec.name for group in unit.groups for spec in group.specs])
+        self.arrivals = GradientArrivals([spec.name for group in unit.groups for spec in group.specs])
         self.groups = {
             index: SimpleNamespace(
                 dtype=torch.float32,
@@ -195,17 +197,19 @@ def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True
     )
 
 
-def no_shadows(pipeline: Pipeline) -> Shadows:
+def no_shadows(pipeline: Pipeline) -> ShadowMemory:
     native: Any = pipeline
     space: Any = None
-    return Shadows(space, native, 0, [])
+    return ShadowMemory(space, native, 0, [])
 
 
-def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | None = None) -> OffloadedUnit:
+def offloaded(unit: Unit, homes: UnitHomes, shadows: ShadowMemory, health: ModelHealth | None = None) -> OffloadedUnit:
     gradients: Any = Gradients(unit)
     views = ParameterViews(unit, parameters_of(unit), RELEASED)
-    shard = Shard(unit, Cut(1, 0))
-    made = OffloadedUnit(shard, views, homes, gradients, Timeline(), health or Health(Alone()), shadows)
+    shard = Shard(unit, RankPartition(1, 0))
+    made = OffloadedUnit(
+        shard, views, homes, gradients, Timeline(), health or ModelHealth(SingleProcessWorld()), shadows
+    )
     made.views.adopt(torch.device("cpu"))
     return made
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.units.arrivals import Arrivals, BackwardPasses
+from infinity.units.arrivals import BackwardPasses, GradientArrivals
 from tests.tiers.fakes import few
 
 NAMES = ["a", "b", "c"]
@@ -15,7 +15,7 @@ NAMES = ["a", "b", "c"]
 @few
 @given(st.lists(st.lists(st.sampled_from(NAMES), max_size=8), max_size=4))
 def test_a_unit_is_complete_when_it_has_what_it_had_in_the_pass_before(passes: list[list[str]]) -> None:
-    arrivals, expected = Arrivals(NAMES), dict.fromkeys(NAMES, 1)
+    arrivals, expected = GradientArrivals(NAMES), dict.fromkeys(NAMES, 1)
     for pieces in passes:
         complete = 0
         for number, name in enumerate(pieces):
@@ -31,16 +31,16 @@ def test_a_unit_is_complete_when_it_has_what_it_had_in_the_pass_before(passes: l
 
 
 def test_a_pass_that_was_interrupted_is_forgotten() -> None:
-    arrivals = Arrivals(["a", "b"])
+    arrivals = GradientArrivals(["a", "b"])
     assert not arrivals.came("a")
     arrivals.begin_pass()
     assert not arrivals.came("b")
     assert arrivals.came("a")
 
 
-def passes_of(*counts: int) -> tuple[BackwardPasses, Arrivals]:
+def passes_of(*counts: int) -> tuple[BackwardPasses, GradientArrivals]:
     """Return counters that have seen these numbers of passes before each step."""
-    arrivals = Arrivals(["a"])
+    arrivals = GradientArrivals(["a"])
     passes = BackwardPasses([arrivals])
     for count in counts:
         for _ in range(count):
@@ -49,14 +49,14 @@ def passes_of(*counts: int) -> tuple[BackwardPasses, Arrivals]:
     return passes, arrivals
 
 
-def run(passes: BackwardPasses, arrivals: Arrivals, *, empty: bool = False) -> None:
+def run(passes: BackwardPasses, arrivals: GradientArrivals, *, empty: bool = False) -> None:
     passes.begin()
     if not empty:
         arrivals.came("a")
     passes.end()
 
 
-def lasts(passes: BackwardPasses, arrivals: Arrivals, count: int, steps: int | None = None) -> list[bool]:
+def lasts(passes: BackwardPasses, arrivals: GradientArrivals, count: int, steps: int | None = None) -> list[bool]:
     """Do `count` passes, and return whether each was expected to be the last."""
     found = []
     for _ in range(count):

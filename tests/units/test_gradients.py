@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from infinity import _native
 from infinity.errors import DeviceError, PlanError
 from infinity.sizes import PAGE_BYTES
-from infinity.state.unit import Place, Unit
-from infinity.tiers.downloads import Landing
+from infinity.state.unit import ParameterPlace, Unit
+from infinity.tiers.downloads import GradientLanding
 from infinity.tiers.landing_window import LandingWindow
 from infinity.units.gradients import GroupGradients, LocalGradients, UnitGradients
 from tests.sim.host import follow_the_host
@@ -348,7 +348,7 @@ def test_what_is_not_finite_is_named(bad: float) -> None:
     assert [group.sum_squares(spec) < float("inf") for spec in SPECS] == [True, False]
     assert not group.finite
     gradients = LocalGradients([UnitGradients(UNIT, {0: group})], None, lambda _: None)
-    places = [Place(UNIT, 0, spec) for spec in SPECS]
+    places = [ParameterPlace(UNIT, 0, spec) for spec in SPECS]
     assert gradients.sum_squares(places[:1]) == (SPECS[0].numel, "")
     assert gradients.sum_squares(places)[1] == SPECS[1].name
     assert all(gradients.has(place) for place in places)
@@ -422,7 +422,7 @@ def test_what_was_sent_to_make_room_is_waited_for_when_it_is_forgotten(rig: Rig)
     assert packed.landing is not None
     waited: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Landing, "wait", lambda landing: waited.append(landing is packed.landing))
+        patch.setattr(GradientLanding, "wait", lambda landing: waited.append(landing is packed.landing))
         one.forget()
     assert waited == [True]
     other.wait_landed()

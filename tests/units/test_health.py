@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from infinity.errors import InfinityError, PlanError, SwapIOError, SwapTimeoutError
-from infinity.ranks.world import Alone
-from infinity.units.health import Health
+from infinity.ranks.world import SingleProcessWorld
+from infinity.units.health import ModelHealth
 
 
 def test_a_model_goes_on_until_it_fails() -> None:
-    health = Health(Alone())
+    health = ModelHealth(SingleProcessWorld())
     health.require_usable()
     first = SwapIOError("read", path="/swap")
     health.fail(first)
@@ -23,7 +23,7 @@ def test_a_model_goes_on_until_it_fails() -> None:
 
 
 def test_a_closed_model_says_so_whatever_happened_before() -> None:
-    health = Health(Alone())
+    health = ModelHealth(SingleProcessWorld())
     health.fail(PlanError("no room"))
     health.close()
     for require in (health.require_open, health.require_usable):
@@ -35,7 +35,7 @@ def test_a_closed_model_says_so_whatever_happened_before() -> None:
 
 
 def test_only_the_kind_that_was_named_is_a_failure() -> None:
-    health = Health(Alone())
+    health = ModelHealth(SingleProcessWorld())
     for error in (PlanError("no room"), KeyboardInterrupt(), SwapIOError("read", path="/swap")):
         with pytest.raises(type(error)), health.failing(SwapTimeoutError):
             raise error
@@ -47,7 +47,7 @@ def test_only_the_kind_that_was_named_is_a_failure() -> None:
 
 
 def test_nothing_is_a_failure_where_nothing_was_raised() -> None:
-    health = Health(Alone())
+    health = ModelHealth(SingleProcessWorld())
     with health.failing(InfinityError):
         pass
     assert health.failure is None

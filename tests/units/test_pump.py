@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from infinity.base.timeline import Timeline
 from infinity.errors import InfinityError, SwapIOError
-from infinity.ranks.world import Alone
-from infinity.units.health import Health
-from infinity.units.pump import Pump
+from infinity.ranks.world import SingleProcessWorld
+from infinity.units.health import ModelHealth
+from infinity.units.pump import UpdatePump
 from tests.tiers.fakes import Generations, few
 
 
@@ -35,11 +35,11 @@ class Model:
         self.waited = False
         self.failing: dict[str, BaseException] = {}
         self.generations = Generations() if keeps else None
-        self.health = Health(Alone())
+        self.health = ModelHealth(SingleProcessWorld())
         below: Any = SimpleNamespace(generations=self.generations)
         updates: Any = self
         commits: Any = self
-        self.pump = Pump(below, updates, commits, self.health, Timeline())
+        self.pump = UpdatePump(below, updates, commits, self.health, Timeline())
 
     def _log(self, what: str) -> None:
         self.log.append(what)
@@ -218,7 +218,7 @@ def test_speculation_is_dropped_and_counted() -> None:
     assert model.speculative == []
 
 
-ACTS: dict[str, Callable[[Pump], object]] = {
+ACTS: dict[str, Callable[[UpdatePump], object]] = {
     "begin 2": lambda progress: progress.begin_commit(2),
     "write rest": lambda progress: progress.begin_commit(2),
     "step begins": lambda progress: progress.make_way(),

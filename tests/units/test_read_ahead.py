@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from infinity.units.read_ahead import ReadAhead
+from infinity.units.read_ahead import ReadAheadJobs
 from tests.tiers.fakes import few, imitate_streams, pages
 from tests.units.fakes import homes_of, no_shadows, offloaded, resources, unit_of
 
@@ -38,7 +38,7 @@ class ReadAheadMachine(RuleBasedStateMachine):
             offloaded(unit, homes_of(unit, states=space if unit.index == IN_RAM else None), shadows)
             for unit in (unit_of(index, GROUPS) for index in range(COUNT))
         ]
-        self.ahead = ReadAhead(self.below)
+        self.ahead = ReadAheadJobs(self.below)
 
     def _ahead(self) -> list[int]:
         return sorted(unit.index for unit in self.ahead._jobs)

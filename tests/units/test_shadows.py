@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
-from infinity.units.shadows import Shadows
+from infinity.units.shadows import ShadowMemory
 from tests.tiers.fakes import few, pages
 from tests.units.fakes import Pipeline, homes_of, unit_of
 
@@ -17,8 +17,8 @@ PAGES = 6
 SIZES = [2 * PAGE_BYTES, PAGE_BYTES, 3 * PAGE_BYTES]
 
 
-def shadows_of(pipeline: Any) -> Shadows:
-    return Shadows(pages(PAGES), pipeline, PAGES * PAGE_BYTES, SIZES)
+def shadows_of(pipeline: Any) -> ShadowMemory:
+    return ShadowMemory(pages(PAGES), pipeline, PAGES * PAGE_BYTES, SIZES)
 
 
 class ShadowsMachine(RuleBasedStateMachine):
@@ -86,7 +86,7 @@ def test_what_is_lent_is_what_weights_will_need() -> None:
 
 def test_there_is_no_shadow_where_the_plan_has_none_though_the_space_has_room() -> None:
     native: Any = Pipeline()
-    shadows = Shadows(pages(4), native, PAGE_BYTES, [])
+    shadows = ShadowMemory(pages(4), native, PAGE_BYTES, [])
     assert shadows.try_lease(2 * PAGE_BYTES) is None
     assert shadows.try_lease(PAGE_BYTES) is not None
     assert shadows.try_lease(PAGE_BYTES) is None
@@ -98,7 +98,7 @@ def test_a_shadow_is_one_piece_of_which_each_home_gets_its_part() -> None:
     space = pages(PAGES)
     unit = unit_of(0)
     homes = homes_of(unit, space, space)
-    shadows = Shadows(space, native, 3 * PAGE_BYTES, [])
+    shadows = ShadowMemory(space, native, 3 * PAGE_BYTES, [])
     states = homes.all_states()
     for _ in range(5):
         shadow = shadows.try_shadow(homes.weights, states)
@@ -128,7 +128,7 @@ def test_the_groups_of_a_unit_have_one_shadow_as_they_have_one_home() -> None:
 def test_free_memory_in_pieces_is_no_shadow() -> None:
     native: Any = Pipeline()
     space = pages(PAGES)
-    shadows = Shadows(space, native, PAGES * PAGE_BYTES, [])
+    shadows = ShadowMemory(space, native, PAGES * PAGE_BYTES, [])
     leases = [shadows.try_lease(PAGE_BYTES) for _ in range(PAGES)]
     for lease in leases[::2]:
         assert lease is not None

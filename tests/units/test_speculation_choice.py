@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from infinity.plan.placement import Overlap
-from infinity.units.speculation_choice import Counts, SpeculationChoice, TimedChoice
+from infinity.units.speculation_choice import SpeculationChoice, TimedChoice, UpdateCounts
 
 NONE: set[int] = set()
 
@@ -52,7 +52,7 @@ def test_a_clip_would_have_made_it_wrong_though_nothing_was_begun() -> None:
     for _ in range(2):
         speculation.step_decided(NONE, NONE, {0}, clipped=True)
     assert not speculation.worth_it
-    assert speculation.counts == Counts(late=2, clipped=2)
+    assert speculation.counts == UpdateCounts(late=2, clipped=2)
 
 
 def test_nothing_that_was_dropped_teaches_nothing() -> None:
@@ -60,15 +60,15 @@ def test_nothing_that_was_dropped_teaches_nothing() -> None:
     for _ in range(9):
         speculation.dropped(0)
     assert speculation.worth_it
-    assert speculation.counts == Counts()
+    assert speculation.counts == UpdateCounts()
 
 
 def test_every_update_is_counted_once() -> None:
     speculation = SpeculationChoice("during_backward")
     speculation.step_decided({0, 1}, {2}, {0, 1, 2, 3}, clipped=False)
-    assert speculation.counts == Counts(early=2, undone=1, late=2)
+    assert speculation.counts == UpdateCounts(early=2, undone=1, late=2)
     speculation.dropped(3)
-    assert speculation.counts == Counts(early=2, undone=4, late=2)
+    assert speculation.counts == UpdateCounts(early=2, undone=4, late=2)
 
 
 def test_clips_are_counted_where_updates_might_have_speculated() -> None:

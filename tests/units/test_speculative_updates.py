@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import SwapIOError
-from infinity.units.speculation_choice import Counts, SpeculationChoice
+from infinity.units.speculation_choice import SpeculationChoice, UpdateCounts
 from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted
@@ -172,7 +172,7 @@ def test_what_became_of_speculative_updates_is_learned() -> None:
     begun = [speculated(model, 0, wanted(UNIT))]
     begun.append(SimpleNamespace(index=1, update=UnitUpdate("1", {}, {}, committed=False)))
     model.speculative_updates.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
-    assert model.speculation.counts == Counts(early=1, undone=1, late=1)
+    assert model.speculation.counts == UpdateCounts(early=1, undone=1, late=1)
     model.expected_scale = 0.5
     model.speculative_updates.step_decided(begun, {1}, {0: wanted(UNIT)}, optimizer)
     assert model.speculation.counts.clipped == 1

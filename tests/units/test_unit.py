@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
-from infinity.ranks.world import Alone
+from infinity.ranks.world import SingleProcessWorld
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination
-from infinity.tiers.home import Home
-from infinity.units.health import Health
-from infinity.units.shadows import Shadows
+from infinity.tiers.home import StateHome
+from infinity.units.health import ModelHealth
+from infinity.units.shadows import ShadowMemory
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateState
 from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, extent, few, nobody_waits, pages
@@ -37,8 +37,8 @@ class UnitMachine(RuleBasedStateMachine):
         self.in_ram = in_ram
         self.resting_bytes = (PAGES * in_ram + 2 * PAGES * states_in_ram) * PAGE_BYTES
         self.space = pages(6 * PAGES)
-        self.shadows = Shadows(self.space, pipeline, self.resting_bytes, [])
-        self.health = Health(Alone())
+        self.shadows = ShadowMemory(self.space, pipeline, self.resting_bytes, [])
+        self.health = ModelHealth(SingleProcessWorld())
         space = self.space
         self.homes = homes_of(unit_of(0, GROUPS), space if in_ram else None, space if states_in_ram else None)
         self.states = [home for home in self.homes.all_states() if home.in_memory]
@@ -46,7 +46,7 @@ class UnitMachine(RuleBasedStateMachine):
             self._fill(home.lease, OLD)
         self.unit = offloaded(unit_of(0, GROUPS), self.homes, self.shadows, self.health)
         self.is_in_pieces = False
-        self.shadow: dict[Home, Lease] = {}
+        self.shadow: dict[StateHome, Lease] = {}
         self.gradients: Any = dict(self.unit.gradients.groups)
         self.futures: list[UpdateFuture] = []
         self._fill(self.homes.weights.lease, OLD)
@@ -101,7 +101,7 @@ class UnitMachine(RuleBasedStateMachine):
         }
 
     @staticmethod
-    def _copy(home: Home) -> int | None:
+    def _copy(home: StateHome) -> int | None:
         return None if home.in_memory else home.stored().newest_copy
 
     @precondition(lambda self: self._state() is UpdateState.SPECULATIVE)
@@ -254,10 +254,10 @@ def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
     return future
 
 
-def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, Health]:
+def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, ModelHealth]:
     native: Any = Pipeline()
-    space, health = pages(2), Health(Alone())
-    shadows = Shadows(space, native, 0, [])
+    space, health = pages(2), ModelHealth(SingleProcessWorld())
+    shadows = ShadowMemory(space, native, 0, [])
     homes = homes_of(unit_of(0), space if in_ram else None, kept=True)
     return offloaded(unit_of(0), homes, shadows, health), health
 
@@ -351,7 +351,7 @@ def test_states_that_no_job_wrote_count_as_they_were_when_the_update_is_finished
     unit, _ = small()
     future = begun(unit)
     assert unit.update is not None
-    elsewhere = Home(None, 0, PAGE_BYTES, extent("0", "weight"))
+    elsewhere = StateHome(None, 0, PAGE_BYTES, extent("0", "weight"))
     unit.update.destinations[1] = {"weight": StateDestination(elsewhere, copy_index=1)}
     future.reach(future)
     unit.finish_update()

@@ -13,7 +13,7 @@ from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.io.arena import PinnedArena
 from infinity.tiers.slots import HostSlot
-from infinity.units.weights import Residency, Weights
+from infinity.units.weights import Residency, UnitWeights
 from tests.tiers.fakes import few
 from tests.units.fakes import Fetch, Slot, slot_of, unit_of
 
@@ -38,16 +38,16 @@ class Views:
         return self.saved
 
 
-def made() -> Weights:
+def made() -> UnitWeights:
     views: Any = Views()
-    return Weights(unit_of(0), views, Timeline())
+    return UnitWeights(unit_of(0), views, Timeline())
 
 
 def fetch() -> Any:
     return Fetch(slot_of(1.0, 4096))
 
 
-STEPS: dict[str, Callable[[Weights], object]] = {
+STEPS: dict[str, Callable[[UnitWeights], object]] = {
     "begin_fetch": lambda weights: weights.begin_fetch(fetch()),
     "finish_fetch": lambda weights: weights.finish_fetch(),
     "update in the slot": lambda weights: weights.begin_update(writes_slot=True),
@@ -95,7 +95,7 @@ class WeightsMachine(RuleBasedStateMachine):
         self.views: Any = Views()
         self.timeline = Timeline()
         self.timeline.record()
-        self.weights = Weights(unit_of(0), self.views, self.timeline)
+        self.weights = UnitWeights(unit_of(0), self.views, self.timeline)
         self.version = 0
         self.fetches = 0
 
@@ -197,7 +197,7 @@ def test_a_forward_that_ends_more_often_than_it_began_is_none() -> None:
 
 def test_who_refers_to_a_slot_keeps_it() -> None:
     views: Any = Views()
-    weights = Weights(unit_of(0), views, Timeline())
+    weights = UnitWeights(unit_of(0), views, Timeline())
     assert not weights.referred_to()
     weights.begin_fetch(fetch())
     slot: Any = weights.finish_fetch()

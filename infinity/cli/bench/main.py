@@ -17,7 +17,7 @@ from types import FrameType
 from infinity import __version__
 from infinity.cli import options as types
 from infinity.cli.bench.options import BenchOptions
-from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
+from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ClosedOutputError, interruptible_imports, outlets
 from infinity.errors import ConfigError, InfinityError, printable
 from infinity.quoting import one_line
 
@@ -29,8 +29,8 @@ Measures the disks under --path for infinity and prints the settings to use.
 """
 
 
-def build_parser() -> types.Parser:
-    parser = types.Parser(
+def build_parser() -> types.StrictArgumentParser:
+    parser = types.StrictArgumentParser(
         prog="infinity-bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"infinity-bench {__version__}")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return INTERRUPTED
             out.flush()
         return int(out.failure is not None)
-    except ReaderGoneError:
+    except ClosedOutputError:
         return PIPE_CLOSED
     finally:
         signal.signal(signal.SIGTERM, previous)

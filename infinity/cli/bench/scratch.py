@@ -22,7 +22,7 @@ _KEPT_SHARE, _KEPT_BYTES = 0.05, 2 << 30
 """A share and a number of bytes. The smaller space stays free, because full disks are slow and others need space."""
 
 
-class Scratch:
+class ScratchFile:
     """One unlinked file of `nbytes` bytes under `directory`, preallocated.
 
     Args:
@@ -67,7 +67,7 @@ class Scratch:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> ScratchFile:
         return self
 
     def __exit__(self, *_: object) -> None:

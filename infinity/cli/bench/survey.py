@@ -10,11 +10,11 @@ import psutil
 
 from infinity import _native
 from infinity.cli.bench.options import SIZE_MIN, BenchOptions
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.survey_report import PathReport, Survey, swap_config
+from infinity.cli.bench.scratch import ScratchFile
+from infinity.cli.bench.survey_report import BenchReport, DiskReport, swap_config
 from infinity.cli.bench.sustained import sustain
-from infinity.cli.bench.sweep import Point, Sweep, most_written
-from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.cli.bench.sweep import DiskSweep, SweepPoint, most_written
+from infinity.cli.bench.workload import Workload, WorkloadRunner, verify
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
 from infinity.io.disk_profile import save_profile
@@ -30,7 +30,7 @@ _SUSTAINED = (1 << 20, 32)
 _LIMIT_S = 3600.0
 
 
-def run_survey(options: BenchOptions) -> Survey:
+def run_survey(options: BenchOptions) -> BenchReport:
     """Measure every path and print the results.
 
     Raises:
@@ -44,10 +44,10 @@ def run_survey(options: BenchOptions) -> Survey:
     name, reason = engine.name, engine.reason
     engine.close()
     _say(f"I/O engine: {name}: {reason}")
-    return Survey(name, reason, [_measure(path, options, name) for path in paths])
+    return BenchReport(name, reason, [_measure(path, options, name) for path in paths])
 
 
-def conclude(survey: Survey) -> None:
+def conclude(survey: BenchReport) -> None:
     """Save the disks' profiles for the planner and print a swap config. If there was no sweep, do nothing."""
     choices = [report.choice for report in survey.paths if report.choice is not None]
     if not choices:
@@ -65,14 +65,14 @@ def _say(line: str) -> None:
     print(one_line(line), flush=True)
 
 
-def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
+def _measure(path: Path, options: BenchOptions, engine: str) -> DiskReport:
     memory = _memory_bytes(options.size)
     file_bytes = options.size // memory * memory
     _announce(path, options, file_bytes)
-    with Scratch(path, file_bytes) as scratch:
+    with ScratchFile(path, file_bytes) as scratch:
         if not scratch.file.direct:
             _say("direct I/O does not work on this disk: the measurement includes the page cache")
-        rig = Rig(scratch, memory)
+        rig = WorkloadRunner(scratch, memory)
         rig.fill()
         if options.sustained:
             load = Workload("overwrite", *_SUSTAINED, file_bytes, engine)
@@ -82,11 +82,11 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
                     "The rate is not constant yet: in each of the last three minutes it should differ by less than 5 % "
                     "from the minute before."
                 )
-            report = PathReport(path, 2 * file_bytes + sustained.written_bytes, sustained=sustained)
+            report = DiskReport(path, 2 * file_bytes + sustained.written_bytes, sustained=sustained)
         else:
-            sweep = Sweep(path, rig, _sample_bytes(rig, engine), engine, _say_point)
+            sweep = DiskSweep(path, rig, _sample_bytes(rig, engine), engine, _say_point)
             choice = sweep.run()
-            report = PathReport(path, 2 * file_bytes + memory + sweep.written_bytes, sweep.points, choice)
+            report = DiskReport(path, 2 * file_bytes + memory + sweep.written_bytes, sweep.points, choice)
         verify(scratch)
     _say(f"verified: all {file_bytes >> 20} MiB were read back as they were written")
     _say(f"written to this disk: about {format_bytes(report.written_bytes)}")
@@ -105,7 +105,7 @@ def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
     _say(f"will write to {path}: {wear}")
 
 
-def _say_point(point: Point) -> None:
+def _say_point(point: SweepPoint) -> None:
     setting = f"{point.kind:<10}{point.block_bytes >> 10:>6} KiB × {point.queue_depth:<4}"
     _say(f"{setting}{point.rate / 1e9:6.2f} GB/s ± {point.spread:.0%}")
 
@@ -114,7 +114,7 @@ def _say_minute(rate: float, written_bytes: int) -> None:
     _say(f"overwriting, in one minute: {rate / 1e9:.2f} GB/s, {format_bytes(written_bytes)} written")
 
 
-def _sample_bytes(rig: Rig, engine: str) -> int:
+def _sample_bytes(rig: WorkloadRunner, engine: str) -> int:
     """Return the bytes of a run that takes about 0.6 s, at most 1 GiB and at most the size of the file.
 
     The result is a multiple of the rig's memory.

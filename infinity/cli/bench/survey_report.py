@@ -1,8 +1,8 @@
 """The results of a survey, as JSON for programs and as a swap config for infinity.
 
 [Note: the JSON] `schema` and `version` identify the format. Keys may be added without a new version, but no key is
-removed or changed. All keys except `schema`, `version`, `infinity` and `time` are the fields of Survey. Sizes are in
-bytes, rates in bytes per second.
+removed or changed. All keys except `schema`, `version`, `infinity` and `time` are the fields of BenchReport. Sizes are
+in bytes, rates in bytes per second.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from infinity import __version__
-from infinity.cli.bench.sustained import Sustained
-from infinity.cli.bench.sweep import Point
+from infinity.cli.bench.sustained import SustainedRate
+from infinity.cli.bench.sweep import SweepPoint
 from infinity.io.disk_profile import DiskProfile
 
 SCHEMA, VERSION = "infinity-bench", 3
 
 
 @dataclass(frozen=True)
-class PathReport:
+class DiskReport:
     """The results for the disk of one directory. They come from a sweep, or from writing until the rate was constant.
 
     Attributes:
@@ -37,13 +37,13 @@ class PathReport:
 
     path: Path
     written_bytes: int
-    points: Sequence[Point] = ()
+    points: Sequence[SweepPoint] = ()
     choice: DiskProfile | None = None
-    sustained: Sustained | None = None
+    sustained: SustainedRate | None = None
 
 
 @dataclass(frozen=True)
-class Survey:
+class BenchReport:
     """All results of one call of infinity-bench.
 
     `reason` says why infinity-bench chose the I/O engine and the engine's flags.
@@ -51,7 +51,7 @@ class Survey:
 
     engine: str
     reason: str
-    paths: Sequence[PathReport]
+    paths: Sequence[DiskReport]
 
     def to_json(self) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

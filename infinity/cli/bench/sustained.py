@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infinity.cli.bench.workload import Rig, Workload
+from infinity.cli.bench.workload import Workload, WorkloadRunner
 
 _MINUTE_S = 60.0
 _SETTLED = 0.05
 
 
 @dataclass(frozen=True)
-class Sustained:
+class SustainedRate:
     """The mean rate in each minute, in bytes per second. If `settled` is true, the last value is the sustained rate."""
 
     rates: Sequence[float]
@@ -35,7 +35,9 @@ def settled(rates: Sequence[float]) -> bool:
     return len(last) == 3 and all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
 
 
-def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, int], None]) -> Sustained:
+def sustain(
+    rig: WorkloadRunner, workload: Workload, limit_s: float, say: Callable[[float, int], None]
+) -> SustainedRate:
     """Overwrite the file repeatedly, a minute at a time.
 
     Args:
@@ -58,4 +60,4 @@ def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, 
         rates.append(written / busy)
         in_all += written
         say(rates[-1], written)
-    return Sustained(rates, in_all, settled(rates))
+    return SustainedRate(rates, in_all, settled(rates))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.cli.bench.workload import WRITTEN_SHARE, Kind, Rig, Workload
+from infinity.cli.bench.workload import WRITTEN_SHARE, Kind, Workload, WorkloadRunner
 from infinity.io.disk_profile import DiskProfile
 
 DEPTHS = (1, 4, 8, 16, 32, 64)
@@ -27,7 +27,7 @@ _FINALISTS = 3
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """A block size and a queue depth, with the rates of their runs.
 
     Attributes:
@@ -55,7 +55,7 @@ def most_written(sample_bytes: int) -> int:
     return int((runs * _REPEATS + 1) * sample_bytes)
 
 
-class Sweep:
+class DiskSweep:
     """A sweep of one disk.
 
     The sweep first raises the queue depth at blocks of 1 MiB until a deeper queue gains nothing. The sweep then finds
@@ -70,10 +70,12 @@ class Sweep:
         say: function that is called with every point.
     """
 
-    def __init__(self, directory: Path, rig: Rig, sample_bytes: int, engine: str, say: Callable[[Point], None]) -> None:
+    def __init__(
+        self, directory: Path, rig: WorkloadRunner, sample_bytes: int, engine: str, say: Callable[[SweepPoint], None]
+    ) -> None:
         self._directory, self._rig, self._sample_bytes = directory, rig, sample_bytes
         self._engine, self._say = engine, say
-        self._points: dict[tuple[Kind, int, int], Point] = {}
+        self._points: dict[tuple[Kind, int, int], SweepPoint] = {}
 
     def run(self) -> DiskProfile:
         """Return the recommended settings. Raises BenchError: the disk failed, or returned wrong data."""
@@ -97,7 +99,7 @@ class Sweep:
         )
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[SweepPoint]:
         """The measured settings, in the order of measurement."""
         return list(self._points.values())
 
@@ -146,12 +148,12 @@ class Sweep:
 
         return sorted(reads & writes, key=both)
 
-    def _point(self, kind: Kind, block: int, depth: int) -> Point:
+    def _point(self, kind: Kind, block: int, depth: int) -> SweepPoint:
         key = (kind, block, depth)
         if key not in self._points:
             workload = Workload(kind, block, depth, self._sample_bytes, self._engine)
             rates = [self._rig.run(workload).rate for _ in range(_REPEATS)]
             median = statistics.median(rates)
-            self._points[key] = Point(kind, block, depth, median, (max(rates) - min(rates)) / median)
+            self._points[key] = SweepPoint(kind, block, depth, median, (max(rates) - min(rates)) / median)
             self._say(self._points[key])
         return self._points[key]

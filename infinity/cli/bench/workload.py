@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from infinity import _native
-from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.scratch import ScratchFile
 from infinity.errors import BenchError
 
 Kind = Literal["read", "overwrite", "mixed"]
@@ -40,7 +40,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Sample:
+class WorkloadMeasurement:
     """The bytes, the seconds and the processor time of one run of a workload.
 
     Attributes:
@@ -61,7 +61,7 @@ class Sample:
         return self.cpu_s / (self.nbytes / 1e9)
 
 
-class Rig:
+class WorkloadRunner:
     """A scratch file with the memory for its writes and reads.
 
     Every piece of `memory_bytes` of the file has the same pattern, so the data of each read can be checked.
@@ -71,10 +71,10 @@ class Rig:
         memory_bytes: bytes of the source, and also of the target. The file's size must be a multiple of this number.
 
     Raises:
-        BenchError: the memory cannot be allocated, or Scratch raised the error.
+        BenchError: the memory cannot be allocated, or ScratchFile raised the error.
     """
 
-    def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
+    def __init__(self, scratch: ScratchFile, memory_bytes: int) -> None:
         if scratch.nbytes % memory_bytes:
             raise AssertionError("the size of the file is not a multiple of the memory")
         self.scratch = scratch
@@ -97,7 +97,7 @@ class Rig:
         _wait([engine.write(self.scratch.file, at, self._source) for at in self._starts(self.scratch.nbytes)])
         engine.close()
 
-    def run(self, workload: Workload, *, check: bool = True) -> Sample:
+    def run(self, workload: Workload, *, check: bool = True) -> WorkloadMeasurement:
         """Run the workload once.
 
         Args:
@@ -125,7 +125,7 @@ class Rig:
         engine.close()
         if check and workload.kind in ("read", "mixed"):
             self._compare(workload)
-        return Sample(workload.nbytes, seconds, cpu)
+        return WorkloadMeasurement(workload.nbytes, seconds, cpu)
 
     def _submit(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
         if workload.kind == "mixed":
@@ -161,7 +161,7 @@ class Rig:
             )
 
 
-def verify(scratch: Scratch, faults: Sequence[_native.Fault] = ()) -> None:
+def verify(scratch: ScratchFile, faults: Sequence[_native.Fault] = ()) -> None:
     """Write the complete file with new contents and read it back, and compare each page with its checksum.
 
     Args:

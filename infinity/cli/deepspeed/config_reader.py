@@ -34,7 +34,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Item:
+class ConfigItem:
     """A key of a config, and its value.
 
     Attributes:
@@ -48,7 +48,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceConfig:
     """A config that was read.
 
     Attributes:
@@ -60,14 +60,14 @@ class Source:
         fsdp: whether `file` or `accelerate` is a config of FSDP.
     """
 
-    items: tuple[Item, ...]
-    overruled: tuple[Item, ...]
+    items: tuple[ConfigItem, ...]
+    overruled: tuple[ConfigItem, ...]
     file: str
     accelerate: str
     fsdp: bool = False
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> SourceConfig:
     """Read a config of DeepSpeed or FSDP, or Accelerate's config file.
 
     Raises:
@@ -79,7 +79,7 @@ def read(path: Path) -> Source:
     if values.get("distributed_type") == "FSDP":
         inner = _of_fsdp(_section(name, _FSDP, values.pop(_FSDP, None) or {}), f"{_FSDP}.")
         others = {key: value for key, value in values.items() if value != {} and key != "distributed_type"}
-        return Source((*inner, *_of_accelerate(others)), (), "", str(path), fsdp=True)
+        return SourceConfig((*inner, *_of_accelerate(others)), (), "", str(path), fsdp=True)
     if _ACCELERATE in values:
         return _with_accelerate(path, _section(name, _ACCELERATE, values.pop(_ACCELERATE)), values)
     link = values.get("deepspeed")
@@ -90,8 +90,8 @@ def read(path: Path) -> Source:
     fsdp = _of_fsdp(values)
     known = {each.shown for each in fsdp if each.key in KEYS and not isinstance(each.value, Mapping)}
     if known and not (values.keys() - known) & {*DEEPSPEED, *SECTIONS}:
-        return Source(fsdp, (), str(path), "", fsdp=True)
-    return Source(*_of_deepspeed(name, values), str(path), "")
+        return SourceConfig(fsdp, (), str(path), "", fsdp=True)
+    return SourceConfig(*_of_deepspeed(name, values), str(path), "")
 
 
 def nearest_key(key: str) -> str:
@@ -152,14 +152,14 @@ def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
 
 
-def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[ConfigItem, ...], tuple[ConfigItem, ...]]:
     """Return one item for each key, and the duplicate items.
 
     If a key occurs in its proper section and in another section, the item of the proper section is used.
     """
     _require_deepspeed(name, values)
     if isinstance(values.get("zero_optimization"), bool):  # DeepSpeed before 0.2
-        old = [Item("zero_optimization.stage", int(values.pop("zero_optimization")), "zero_optimization")]
+        old = [ConfigItem("zero_optimization.stage", int(values.pop("zero_optimization")), "zero_optimization")]
     else:
         old = []
     items = [*old, *(item for key, value in values.items() for item in _flat(name, key, value, key))]
@@ -188,11 +188,11 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
         )
 
 
-def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
+def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[ConfigItem]:
     if key == "zero_optimization.aio":  # several guides put it into this section
         key = "aio"
     if key in KEYS or key not in SECTIONS or value is None or value == {}:
-        yield Item(key, value, shown)
+        yield ConfigItem(key, value, shown)
         return
     for below, each in _section(name, shown, value).items():
         yield from _flat(name, f"{key}.{below}", each, f"{shown}.{below}")
@@ -201,21 +201,21 @@ def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
 # -- FSDP, Accelerate --------------------------------------------------------------------------------------------------
 
 
-def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
+def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[ConfigItem, ...]:
     """Return the keys of FSDP, with or without the prefix `fsdp_`.
 
     `section` is the name of the keys' section, as a prefix.
     """
     return tuple(
-        Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
+        ConfigItem(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
     )
 
 
-def _of_accelerate(values: Mapping[str, Any]) -> tuple[Item, ...]:
-    return tuple(Item(f"accelerate.{key}", value, key) for key, value in values.items())
+def _of_accelerate(values: Mapping[str, Any]) -> tuple[ConfigItem, ...]:
+    return tuple(ConfigItem(f"accelerate.{key}", value, key) for key, value in values.items())
 
 
-def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> Source:
+def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> SourceConfig:
     """Combine the keys of Accelerate's file with the DeepSpeed config that the file names.
 
     `inner` has the keys for DeepSpeed in Accelerate's file, and `values` has the other keys of this file.
@@ -226,13 +226,13 @@ def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) 
         shown = f"{_ACCELERATE}.{below}"
         if str(below) in names:
             open_path = value == "none" and "path" in str(below)
-            given.append(Item(names[str(below)], None if open_path else value, shown))
+            given.append(ConfigItem(names[str(below)], None if open_path else value, shown))
         else:
-            others.append(Item(f"accelerate.{shown}", value, shown))
+            others.append(ConfigItem(f"accelerate.{shown}", value, shown))
     rest = (*others, *_of_accelerate(values))
     link = inner.get(_LINK)
     if link in (None, "none"):
-        return Source((*given, *rest), (), "", str(path))
+        return SourceConfig((*given, *rest), (), "", str(path))
     if not isinstance(link, str):
         raise ConfigError(f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; it must be the path of a file")
     # Accelerate resolves the path from the working directory, but users often write the path relative to Accelerate's
@@ -246,4 +246,4 @@ def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) 
     asked = {item.key for item in items if item.value == AUTO}
     told = {item.key: item for item in given if item.key in asked}
     overruled = (*doubles, *(item for item in given if item.key not in asked))
-    return Source((*(told.get(item.key, item) for item in items), *rest), overruled, str(file), str(path))
+    return SourceConfig((*(told.get(item.key, item) for item in items), *rest), overruled, str(file), str(path))

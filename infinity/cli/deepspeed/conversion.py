@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.deepspeed.config_reader import AUTO, Item, Source, nearest_key
-from infinity.cli.deepspeed.keys import KEYS, LOST, SECTIONS, Fate, Key
+from infinity.cli.deepspeed.config_reader import AUTO, ConfigItem, SourceConfig, nearest_key
+from infinity.cli.deepspeed.keys import KEYS, LOST, SECTIONS, DeepSpeedKey, KeyTreatment
 from infinity.errors import ConfigError, printable
 from infinity.files import require_different, require_possible
 from infinity.quoting import quoted
@@ -51,7 +51,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 
 @dataclass(frozen=True)
-class Line:
+class SwapConfigLine:
     """A key of the swap config.
 
     Attributes:
@@ -67,7 +67,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Finding:
+class KeyFinding:
     """The treatment of one key of a config.
 
     Attributes:
@@ -81,14 +81,14 @@ class Finding:
 
     shown: str
     value: str
-    fate: Fate
+    fate: KeyTreatment
     says: str = ""
     to: str = ""
     trainer: str = ""
 
 
 @dataclass
-class Conversion:
+class ConfigConversion:
     """The result of a conversion.
 
     Attributes:
@@ -97,26 +97,26 @@ class Conversion:
         remarks: sentences about the complete config.
     """
 
-    lines: list[Line] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    lines: list[SwapConfigLine] = field(default_factory=list)
+    findings: list[KeyFinding] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def of(self, *fates: Fate) -> list[Finding]:
+    def of(self, *fates: KeyTreatment) -> list[KeyFinding]:
         """Return the findings whose fate is one of these."""
         return [finding for finding in self.findings if finding.fate in fates]
 
     def add(self, key: str, value: str | int | list[str], why: str, *sources: str) -> None:
         """Add a line to the swap config."""
-        self.lines.append(Line(key, value, why, sources))
+        self.lines.append(SwapConfigLine(key, value, why, sources))
 
 
-def convert(source: Source) -> Conversion:
+def convert(source: SourceConfig) -> ConfigConversion:
     """Convert a config of DeepSpeed or FSDP to a swap config, with the treatment of each of its keys.
 
     Raises:
         ConfigError: a value that determines a key of the swap config is invalid, or NVMe has no path.
     """
-    items, conversion = {item.key: item for item in source.items}, Conversion()
+    items, conversion = {item.key: item for item in source.items}, ConfigConversion()
     active = {key: item for key, item in items.items() if key in KEYS and not _why_nothing(KEYS[key], item, items)}
     _add_tiers(conversion, source, items, active)
     _add_disks(conversion, active)
@@ -129,16 +129,21 @@ def convert(source: Source) -> Conversion:
     conversion.findings += [_finding(item, items, conversion.lines, hinted=item in hints) for item in source.items]
     doubled = "another key sets this, and this key is ignored"
     conversion.findings += [
-        Finding(item.shown, said(item.value), Fate.NOT_NEEDED, doubled) for item in source.overruled
+        KeyFinding(item.shown, said(item.value), KeyTreatment.NOT_NEEDED, doubled) for item in source.overruled
     ]
-    conversion.findings.sort(key=lambda each: list(Fate).index(each.fate))
+    conversion.findings.sort(key=lambda each: list(KeyTreatment).index(each.fate))
     return conversion
 
 
 # -- the swap config ---------------------------------------------------------------------------------------------------
 
 
-def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item], active: Mapping[str, Item]) -> None:
+def _add_tiers(
+    conversion: ConfigConversion,
+    source: SourceConfig,
+    items: Mapping[str, ConfigItem],
+    active: Mapping[str, ConfigItem],
+) -> None:
     default = 2 if source.accelerate and not source.file else 0  # if no stage is set, Accelerate uses stage 2
     given = items.get(f"{_ZERO}.stage")
     stage = default if given is None else _whole(given, 0, 3)
@@ -160,8 +165,8 @@ def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item]
         conversion.remarks.append(_STATES_WERE_ON_GPUS)
 
 
-def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
-    paths: dict[str, list[Item]] = {}
+def _add_disks(conversion: ConfigConversion, active: Mapping[str, ConfigItem]) -> None:
+    paths: dict[str, list[ConfigItem]] = {}
     for line in [line for line in conversion.lines if line.value == "nvme"]:
         item = _path(active, line.sources[0])
         try:
@@ -193,7 +198,7 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
         conversion.add("nvme.queue_depth", min(depth, _DEPTH_MAX), why, *(item.key for item in used))
 
 
-def _path(active: Mapping[str, Item], device: str) -> Item:
+def _path(active: Mapping[str, ConfigItem], device: str) -> ConfigItem:
     """Return the item `nvme_path` of a section whose device is nvme. Raise ConfigError if there is no usable path."""
     item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
     if item is None:
@@ -209,7 +214,7 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
     return item
 
 
-def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
+def _meant(active: Mapping[str, ConfigItem], ours: str) -> list[ConfigItem]:
     """Return the items whose values determine a key of the swap config, in the order of keys.yaml.
 
     If two keys say where the states are offloaded to, the key with the newer name comes first.
@@ -221,35 +226,37 @@ def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
 # -- findings ----------------------------------------------------------------------------------------------------------
 
 
-def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted: bool) -> Finding:
+def _finding(
+    item: ConfigItem, items: Mapping[str, ConfigItem], lines: list[SwapConfigLine], *, hinted: bool
+) -> KeyFinding:
     key, value = KEYS.get(item.key), said(item.value)
     if item.key in SECTIONS:
-        return Finding(item.shown, value, Fate.NOT_NEEDED, "it is empty")
+        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, "it is empty")
     if key is None and not _is_unknown(item):
-        return Finding(item.shown, value, Fate.NOT_NEEDED, "it is a comment")
+        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, "it is a comment")
     if key is None:
         near = nearest_key(item.key) if hinted else ""
         hint = f"did you mean {near}?" if near else "infinity does not know this key of DeepSpeed or FSDP"
-        return Finding(item.shown, value, Fate.UNKNOWN, hint if hinted else "")
+        return KeyFinding(item.shown, value, KeyTreatment.UNKNOWN, hint if hinted else "")
     ours = [line.key for line in lines if item.key in line.sources]
     if ours:
-        return Finding(item.shown, value, Fate.MAPPED, key.says, ", ".join(ours))
+        return KeyFinding(item.shown, value, KeyTreatment.MAPPED, key.says, ", ".join(ours))
     nothing = _why_nothing(key, item, items)
-    if key.fate is Fate.MAPPED:
+    if key.fate is KeyTreatment.MAPPED:
         nothing = nothing or (key.unless if not key.values or _meaning(item) else "") or f"{value} changes nothing"
     if nothing:
-        return Finding(item.shown, value, Fate.NOT_NEEDED, nothing)
-    if key.fate is Fate.SCRIPT and item.value == AUTO:
+        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, nothing)
+    if key.fate is KeyTreatment.SCRIPT and item.value == AUTO:
         trainer_says = "auto: an argument of the Trainer sets it already"
-        return Finding(item.shown, AUTO, Fate.SCRIPT, trainer_says)
+        return KeyFinding(item.shown, AUTO, KeyTreatment.SCRIPT, trainer_says)
     words = words_of(key, items)
     if isinstance(words, str) and words:
-        return Finding(item.shown, value, Fate.TRAINING, words)
+        return KeyFinding(item.shown, value, KeyTreatment.TRAINING, words)
     to, trainer = words or (key.to, key.trainer)
-    return Finding(item.shown, value, key.fate, key.says, to, trainer.removeprefix("--"))
+    return KeyFinding(item.shown, value, key.fate, key.says, to, trainer.removeprefix("--"))
 
 
-def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
+def words_of(key: DeepSpeedKey, items: Mapping[str, ConfigItem]) -> list[str] | str:
     """Return the option of `infinity finetune` and the argument of Trainer that keys.yaml has for a value.
 
     If a value has no counterpart, return the reason as a string, or "" if keys.yaml has no reason.
@@ -261,13 +268,13 @@ def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
     return key.words.get(word, key.otherwise)
 
 
-def _is_unknown(item: Item) -> bool:
+def _is_unknown(item: ConfigItem) -> bool:
     """Return whether keys.yaml lacks the key, and the key is not a comment."""
     is_comment = item.key.rpartition(".")[2].startswith(("_", "//", "#"))
     return item.key not in KEYS and item.key not in SECTIONS and not is_comment
 
 
-def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
+def _why_nothing(key: DeepSpeedKey, item: ConfigItem, items: Mapping[str, ConfigItem]) -> str:
     """Return why the key has no effect in this config; "" if the key has an effect."""
     value, (section, _, name) = item.value, item.key.rpartition(".")
     switch = value.get(key.switch, False) if key.switch and isinstance(value, Mapping) else value
@@ -275,9 +282,9 @@ def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
         return "it is off"
     if value in key.off:  # 0 equals False, as in DeepSpeed
         return "it is off" if value is False else f"{said(value)} changes nothing"
-    if value == AUTO and key.fate not in (Fate.SCRIPT, Fate.NOT_NEEDED):
+    if value == AUTO and key.fate not in (KeyTreatment.SCRIPT, KeyTreatment.NOT_NEEDED):
         return f"auto: {key.says}" if key.fate in LOST else "auto: infinity chooses"
-    if section in ("fp16", "bf16") and name != "enabled" and key.fate is not Fate.NOT_NEEDED:
+    if section in ("fp16", "bf16") and name != "enabled" and key.fate is not KeyTreatment.NOT_NEEDED:
         enabled = items.get(f"{section}.enabled")
         if enabled is None or enabled.value is False:
             return f"{section} is off"
@@ -296,7 +303,7 @@ def whole_number(value: Any) -> int | None:
     return int(value) if isinstance(value, int) or (math.isfinite(value) and value == int(value)) else None
 
 
-def _whole(item: Item, low: int, high: int) -> Any:
+def _whole(item: ConfigItem, low: int, high: int) -> Any:
     """Return the value of an item as an integer; None if the value is "auto" or missing.
 
     Raise ConfigError for another value.
@@ -307,7 +314,7 @@ def _whole(item: Item, low: int, high: int) -> Any:
     raise ConfigError(f"{item.shown} is {quoted(item.value)}; a whole number from {low} to {high} is needed")
 
 
-def _meaning(item: Item) -> str:
+def _meaning(item: ConfigItem) -> str:
     """Return the swap config's value that keys.yaml has for the value of an item; "" if it has none.
 
     Raises ConfigError.
@@ -325,7 +332,7 @@ def _meaning(item: Item) -> str:
     return key.values[value]
 
 
-def _say(item: Item) -> str:
+def _say(item: ConfigItem) -> str:
     return f"{item.shown}: {said(item.value)}"
 
 

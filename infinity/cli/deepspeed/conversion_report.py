@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from infinity.cli.command import command
-from infinity.cli.deepspeed.config_reader import AUTO, Source
-from infinity.cli.deepspeed.conversion import Conversion, Finding, Line
-from infinity.cli.deepspeed.keys import Fate
+from infinity.cli.deepspeed.config_reader import AUTO, SourceConfig
+from infinity.cli.deepspeed.conversion import ConfigConversion, KeyFinding, SwapConfigLine
+from infinity.cli.deepspeed.keys import KeyTreatment
 from infinity.cli.deepspeed.training import training_of
 from infinity.errors import printable
 from infinity.quoting import one_line
@@ -27,7 +27,7 @@ _NAME_CHARS_MAX = 120
 _WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
 
 
-def swap_text(conversion: Conversion, source: Source) -> str:
+def swap_text(conversion: ConfigConversion, source: SourceConfig) -> str:
     """Return the swap config in YAML.
 
     A comment in each line names the key of the DeepSpeed config from which the line is made.
@@ -45,7 +45,7 @@ def swap_text(conversion: Conversion, source: Source) -> str:
     return "\n".join(out) + "\n"
 
 
-def values_of(lines: Iterable[Line]) -> dict[str, Any]:
+def values_of(lines: Iterable[SwapConfigLine]) -> dict[str, Any]:
     """Return the swap config as a mapping."""
     values: dict[str, Any] = {}
     for line in lines:
@@ -65,21 +65,21 @@ def _scalar(value: str | int | list[str]) -> str:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def report(conversion: Conversion, source: Source, output: Path | None) -> str:
+def report(conversion: ConfigConversion, source: SourceConfig, output: Path | None) -> str:
     """Return the report.
 
     The report begins with the settings that have no counterpart. The settings that need no action, and the command that
     starts the training, are at the end.
     """
     out: list[str] = []
-    for fate in Fate:
-        if fate is Fate.SCRIPT and conversion.remarks:
+    for fate in KeyTreatment:
+        if fate is KeyTreatment.SCRIPT and conversion.remarks:
             out += ["Notes:", *(f"  {remark}" for remark in conversion.remarks)]
         out += _listed(fate.value, conversion.of(fate))
     return "\n".join([*out, *_how_to_start(source, output)]) + "\n"
 
 
-def _listed(title: str, findings: Sequence[Finding]) -> list[str]:
+def _listed(title: str, findings: Sequence[KeyFinding]) -> list[str]:
     """Return one line for all keys with the same text. If the text is only a reason, each key has its own value."""
     lines: dict[str, list[str]] = {}
     for finding in findings[:_NAMED_MAX]:
@@ -90,11 +90,11 @@ def _listed(title: str, findings: Sequence[Finding]) -> list[str]:
     return [f"{title}:", *(f"  {', '.join(names)}{said}" for said, names in lines.items()), *more] if findings else []
 
 
-def _said_of(finding: Finding) -> tuple[str, str]:
+def _said_of(finding: KeyFinding) -> tuple[str, str]:
     """Return the text for this key alone, and the text that other keys of the line may share."""
-    if finding.fate is Fate.MAPPED:
+    if finding.fate is KeyTreatment.MAPPED:
         return "", f": {finding.to}"
-    if finding.fate is Fate.NOT_NEEDED or (finding.fate is Fate.SCRIPT and finding.value == AUTO):
+    if finding.fate is KeyTreatment.NOT_NEEDED or (finding.fate is KeyTreatment.SCRIPT and finding.value == AUTO):
         return "", f": {finding.says}"
     places = " | ".join(filter(None, (finding.trainer, finding.to)))
     if places:
@@ -102,7 +102,7 @@ def _said_of(finding: Finding) -> tuple[str, str]:
     return f": {finding.value}", f" - {finding.says}" if finding.says else ""
 
 
-def _how_to_start(source: Source, output: Path | None) -> list[str]:
+def _how_to_start(source: SourceConfig, output: Path | None) -> list[str]:
     training, config = training_of(source), str(output or PLACEHOLDER)
     arguments, options = _line(training.arguments), _line(training.options)
     file, accelerate = shlex.quote(printable(source.file)), shlex.quote(printable(source.accelerate))

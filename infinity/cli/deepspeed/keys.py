@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from infinity.strict import parse_yaml
 
 
-class Fate(Enum):
+class KeyTreatment(Enum):
     """The kinds of treatment of a key, with their titles in the report, in the order of the report.
 
     Each key has exactly one kind of treatment.
@@ -27,18 +27,18 @@ class Fate(Enum):
     MAPPED = "In the swap config"
 
 
-LOST = (Fate.TRAINING, Fate.COST, Fate.WATCHING)
+LOST = (KeyTreatment.TRAINING, KeyTreatment.COST, KeyTreatment.WATCHING)
 """Fates of keys without a counterpart."""
 
 
-class Key(BaseModel, frozen=True, extra="forbid"):
+class DeepSpeedKey(BaseModel, frozen=True, extra="forbid"):
     """A row of the table.
 
     A row in keys.yaml may have several keys; this object is for one key. keys.yaml explains the attributes.
     """
 
     name: str
-    fate: Fate
+    fate: KeyTreatment
     accelerate: str = ""
     to: str = ""
     trainer: str = ""
@@ -55,13 +55,13 @@ class Key(BaseModel, frozen=True, extra="forbid"):
     unless: str = ""
 
 
-def _rows() -> list[Key]:
+def _rows() -> list[DeepSpeedKey]:
     keys = []
     for title, rows in parse_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
-        fate = Fate(title)
+        fate = KeyTreatment(title)
         for row in rows:
             off = row.pop("off", [False] if fate in LOST else [])
-            keys += [Key(name=name, fate=fate, off=off, **row) for name in row.pop("keys").split()]
+            keys += [DeepSpeedKey(name=name, fate=fate, off=off, **row) for name in row.pop("keys").split()]
     return keys
 
 

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from infinity.cli.deepspeed.config_reader import AUTO, Item, Source
+from infinity.cli.deepspeed.config_reader import AUTO, ConfigItem, SourceConfig
 from infinity.cli.deepspeed.conversion import whole_number, words_of
 from infinity.cli.deepspeed.keys import ROWS
 from infinity.cli.finetune_options import build_finetune_parser
@@ -22,7 +22,7 @@ _MOST = 2**63
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSettings:
     """The training settings of a config.
 
     Attributes:
@@ -39,7 +39,7 @@ class Training:
     optimizer_call: str = ""
 
 
-def training_of(source: Source) -> Training:
+def training_of(source: SourceConfig) -> TrainingSettings:
     """Return the training settings of a config."""
     items, options, arguments = _told(source), dict[str, str](), dict[str, str]()
     parsers = {name: action for action in build_finetune_parser()._actions for name in action.option_strings}
@@ -68,10 +68,10 @@ def training_of(source: Source) -> Training:
     open_ones = {item.key for item in source.items if item.value == AUTO}
     if not (open_ones & _PRECISIONS or source.accelerate or source.fsdp):
         add("--dtype", "fp32")
-    return Training(options, arguments, _call(options, items))
+    return TrainingSettings(options, arguments, _call(options, items))
 
 
-def _call(options: dict[str, str], items: dict[str, Item]) -> str:
+def _call(options: dict[str, str], items: dict[str, ConfigItem]) -> str:
     if "--optimizer" not in options:
         return ""
     given = {
@@ -90,7 +90,7 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
     return f"infinity.{name}({', '.join(['model.parameters()', *shown])})"
 
 
-def _told(source: Source) -> dict[str, Item]:
+def _told(source: SourceConfig) -> dict[str, ConfigItem]:
     """Return the values of the keys, and further values that follow from them.
 
     The further values are the batch sizes with which one process has the same batch per step, and sometimes a weight
@@ -101,7 +101,7 @@ def _told(source: Source) -> dict[str, Item]:
     items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}
 
     def follows(key: str, value: object) -> None:
-        items[key] = Item(key, value, key)
+        items[key] = ConfigItem(key, value, key)
 
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, passes, batch = (whole_number(items[key].value) if key in items else None for key in sizes)

@@ -18,7 +18,7 @@ from infinity import __version__, files
 from infinity.cli.doctor import core, machine, memory, versions
 from infinity.cli.doctor.disks import disk
 from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text
-from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
 from infinity.cli.doctor.subprocess_probes import ends, look
 from infinity.cli.doctor.with_torch import with_torch
 from infinity.config import SwapConfig, load_config
@@ -69,7 +69,7 @@ def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
     return config, paths
 
 
-def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Probes]:
+def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[ProbeGroup]:
     """Return the groups of probes to run. Each group runs in one process.
 
     Args:
@@ -82,9 +82,9 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
         paths = [Path(".")]
     there = [files.nearest(path) for path in paths]
     without = Probe("disk", "nvme.paths", lambda: _without_paths(config))
-    disks = [disk(path) for path in paths] or [Probes([without], _LIMIT_S)]
+    disks = [disk(path) for path in paths] or [ProbeGroup([without], _LIMIT_S)]
     return [
-        Probes.of(
+        ProbeGroup.of(
             "versions",
             {
                 "system": versions.system,
@@ -94,32 +94,32 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
                 "optional": versions.optional,
             },
         ),
-        Probes.of(
+        ProbeGroup.of(
             "native core",
             {"instruction set": core.instruction_set, "I/O engine": lambda: core.engine(config.nvme.engine)},
         ),
-        Probes.of("memory", {"RAM": lambda: memory.ram(config), "huge pages": memory.huge_pages}),
-        Probes.of(
+        ProbeGroup.of("memory", {"RAM": lambda: memory.ram(config), "huge pages": memory.huge_pages}),
+        ProbeGroup.of(
             "container",
             {"container": machine.container, "/dev/shm": machine.shared, "I/O limit": machine.io_limit},
         ),
         with_torch(config),
         *disks,
-        Probes.of("NUMA", {"nodes": lambda: machine.numa(there)}),
+        ProbeGroup.of("NUMA", {"nodes": lambda: machine.numa(there)}),
     ]
 
 
-def _without_paths(config: SwapConfig) -> Row:
+def _without_paths(config: SwapConfig) -> ProbeFinding:
     from infinity.plan.planner import require_paths
 
     try:
         require_paths(config)
     except ConfigError as error:
-        return Row("missing", str(error))
-    return Row("ok", "the swap config names no directory, and its states do not use a disk")
+        return ProbeFinding("missing", str(error))
+    return ProbeFinding("ok", "the swap config names no directory, and its states do not use a disk")
 
 
-def _report(rows: Sequence[Row], paths: Sequence[Path], options: argparse.Namespace) -> str:
+def _report(rows: Sequence[ProbeFinding], paths: Sequence[Path], options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps(to_json(rows, __version__), indent=2)
     if options.report:

@@ -7,35 +7,35 @@ from pathlib import Path
 
 from infinity.base.small_files import number_of
 from infinity.cli.doctor.fixes import pip_install, restarted, written
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 
 _ROOT = Path("/")
 _TRIED_BYTES = 1 << 20
 _DISABLED = "/proc/sys/kernel/io_uring_disabled"
 
 
-def instruction_set() -> Row:
+def instruction_set() -> ProbeFinding:
     try:
         from infinity import _native
     except ImportError as error:
-        return Row("missing", f"the native core cannot be imported: {error}", pip_install("infinity-offload"))
+        return ProbeFinding("missing", f"the native core cannot be imported: {error}", pip_install("infinity-offload"))
     supported, asked = _native.supported_isas(), os.environ.get("INFINITY_ISA")
     try:
         used = _native.select_isa()
     except ValueError as error:
-        return Row("missing", str(error), "unset INFINITY_ISA")
+        return ProbeFinding("missing", str(error), "unset INFINITY_ISA")
     if used != supported[-1]:
-        return Row(
+        return ProbeFinding(
             "slower",
             f"{used}, because of INFINITY_ISA={asked}; the processor supports {supported[-1]}",
             "unset INFINITY_ISA",
         )
     if used == "baseline":
-        return Row("slower", "baseline: infinity has no faster code for this processor")
-    return Row("ok", f"{used}, of {', '.join(supported)}")
+        return ProbeFinding("slower", "baseline: infinity has no faster code for this processor")
+    return ProbeFinding("ok", f"{used}, of {', '.join(supported)}")
 
 
-def engine(wanted: str, root: Path = _ROOT) -> Row:
+def engine(wanted: str, root: Path = _ROOT) -> ProbeFinding:
     """Return a row that says which I/O engine works, and whether the kernel accepts registered buffers.
 
     Args:
@@ -47,15 +47,15 @@ def engine(wanted: str, root: Path = _ROOT) -> Row:
     try:
         opened = _native.IOEngine(wanted)
     except OSError as error:
-        return Row("missing", f"nvme.engine: {wanted}: {error}", _mend(str(error), root))
+        return ProbeFinding("missing", f"nvme.engine: {wanted}: {error}", _mend(str(error), root))
     said, costs = f"{opened.name}: {opened.reason}", "transfers need more processor time"
     if opened.name != "io_uring":
-        slower = Row("slower", f"{said}; {costs}", _mend(opened.reason, root))
-        return Row("ok", said) if wanted == "threads" else slower
+        slower = ProbeFinding("slower", f"{said}; {costs}", _mend(opened.reason, root))
+        return ProbeFinding("ok", said) if wanted == "threads" else slower
     refused = opened.register_memory(_native.Arena(_TRIED_BYTES).view(0, _TRIED_BYTES))
     if refused:
-        return Row("slower", f"{said}; buffers are not registered: {refused}; {costs}. See 'locked memory'")
-    return Row("ok", said)
+        return ProbeFinding("slower", f"{said}; buffers are not registered: {refused}; {costs}. See 'locked memory'")
+    return ProbeFinding("ok", said)
 
 
 def _mend(reason: str, root: Path) -> str:

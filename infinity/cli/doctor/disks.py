@@ -13,7 +13,7 @@ from infinity import _native, files
 from infinity.base.small_files import chosen, text_of
 from infinity.cli.disk_kinds import DiskKind, kind_of
 from infinity.cli.doctor.fixes import restarted, written
-from infinity.cli.doctor.rows import Probes, Row, State
+from infinity.cli.doctor.rows import ProbeFinding, ProbeGroup, State
 from infinity.cli.doctor.subprocess_probes import new_name
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
@@ -44,13 +44,13 @@ _KINDS: dict[DiskKind, tuple[State, str]] = {
 }
 
 
-def disk(directory: Path, root: Path = _ROOT) -> Probes:
+def disk(directory: Path, root: Path = _ROOT) -> ProbeGroup:
     """Return the probes of a directory of nvme.paths.
 
     If the directory is missing, its parent must exist, and a run creates the directory.
     """
     section, name = f"disk {directory}", directory.expanduser().absolute()
-    looks = Disk(name, root)
+    looks = DiskProbes(name, root)
     rows = {
         "directory": looks.directory,
         "file system": looks.filesystem,
@@ -61,10 +61,10 @@ def disk(directory: Path, root: Path = _ROOT) -> Probes:
         "scheduler": looks.scheduler,
         "wear": looks.wear,
     }
-    return Probes.of(section, rows, _LIMIT_S, looks.scratch)
+    return ProbeGroup.of(section, rows, _LIMIT_S, looks.scratch)
 
 
-class Disk:
+class DiskProbes:
     """Probes of the disk on which a directory is.
 
     Args:
@@ -82,7 +82,7 @@ class Disk:
         self.there = files.nearest(path)
         self.scratch = new_name(self.there)
 
-    def directory(self) -> Row:
+    def directory(self) -> ProbeFinding:
         try:
             require_place(self.path)
         except ConfigError as error:
@@ -93,42 +93,46 @@ class Disk:
                 mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
                 mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
-            return Row("missing", str(error).removeprefix("nvme.paths: "), mend)
-        return Row("ok", "writable" if self.path.exists() else "the run will create the directory")
+            return ProbeFinding("missing", str(error).removeprefix("nvme.paths: "), mend)
+        return ProbeFinding("ok", "writable" if self.path.exists() else "the run will create the directory")
 
-    def filesystem(self) -> Row:
+    def filesystem(self) -> ProbeFinding:
         kind, mount = self._disk.filesystem, shlex.quote(self._disk.mount_point)
         options = [each for each in self._disk.mount_options.split(",") if each.partition("=")[0] in _SHOWN_OPTIONS]
         said = f"{kind or 'unknown'}{', mounted ' if options else ''}{','.join(options)}"
         if self._is_read_only:
             mend = f"sudo mount -o remount,rw {mount}" if self._disk.mount_point else ""
-            return Row("missing", f"{said}: the file system is read-only", mend)
+            return ProbeFinding("missing", f"{said}: the file system is read-only", mend)
         if kind == "overlay":
             mend = restarted("-v /a/directory/on/the/ssd:/swap", self._root)
-            return Row("slower", f"{said}: these are layers of a container's image. Name a mounted directory", mend)
+            return ProbeFinding(
+                "slower", f"{said}: these are layers of a container's image. Name a mounted directory", mend
+            )
         if kind == "btrfs" and "nodatacow" not in options:
             mend = f"chattr +C {shlex.quote(str(self.path))}" if self.path.exists() else ""
             said += ": it copies blocks on overwrite. Turn this off while the directory is empty"
-            return Row("slower", said, mend)
+            return ProbeFinding("slower", said, mend)
         if "sync" in options:
-            return Row("slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}")
-        return Row("ok" if kind else "unknown", said)
+            return ProbeFinding(
+                "slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}"
+            )
+        return ProbeFinding("ok" if kind else "unknown", said)
 
-    def device(self) -> Row:
+    def device(self) -> ProbeFinding:
         names = " + ".join(member.name for member in self._disk.members) or self._disk.filesystem or "a device"
         state, why = _KINDS[self._kind]
-        return Row(state, f"{names} {self._told('device/model')}".strip() + f": {why}")
+        return ProbeFinding(state, f"{names} {self._told('device/model')}".strip() + f": {why}")
 
-    def free(self) -> Row:
+    def free(self) -> ProbeFinding:
         room = shutil.disk_usage(self.there)
         said = f"{format_bytes(room.free)} of {format_bytes(room.total)}"
         if room.free < PAGE_BYTES:
-            return Row("missing", f"{said}: the disk is full")
+            return ProbeFinding("missing", f"{said}: the disk is full")
         if room.free < _FULL_SHARE * room.total:
-            return Row("slower", f"{said}: full file systems, and full drives, are slow")
-        return Row("ok", said)
+            return ProbeFinding("slower", f"{said}: full file systems, and full drives, are slow")
+        return ProbeFinding("ok", said)
 
-    def direct(self) -> Row:
+    def direct(self) -> ProbeFinding:
         """Check whether swap files can bypass the page cache.
 
         The check creates an empty file and removes it immediately.
@@ -137,24 +141,24 @@ class Disk:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                return Row("unknown", f"a file cannot be created here: {error.strerror}")
+                return ProbeFinding("unknown", f"a file cannot be created here: {error.strerror}")
             raise
         self.scratch.unlink()
         works = file.direct
         file.close()
         if works:
-            return Row("ok", "works in blocks of 4 KiB")
+            return ProbeFinding("ok", "works in blocks of 4 KiB")
         said = "does not work here in blocks of 4 KiB"
-        return Row("slower", f"{said}: transfers go through the page cache, which costs RAM and time")
+        return ProbeFinding("slower", f"{said}: transfers go through the page cache, which costs RAM and time")
 
-    def measured(self) -> Row:
+    def measured(self) -> ProbeFinding:
         """Return a row with the rates that the planner uses."""
         profile = profile_of(self.there)
         if profile is None:
             said = "not measured yet: block size and rates are guesses; measuring takes three minutes"
-            return Row("unknown", said, self._measuring())
+            return ProbeFinding("unknown", said, self._measuring())
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
-        return Row("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
+        return ProbeFinding("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
 
     def _measuring(self) -> str:
         """Return the command that measures the disk.
@@ -167,29 +171,31 @@ class Disk:
         quoted = shlex.quote(str(self.path))
         return f"{'' if self.there == self.path else f'mkdir {quoted} && '}infinity-bench --path {quoted}"
 
-    def scheduler(self) -> Row:
+    def scheduler(self) -> ProbeFinding:
         found = chosen(self._told("queue/scheduler"))
         if self._kind == "NVMe" and found in ("bfq", "kyber"):
             name = f"/sys/block/{self._disk.members[0].name}/queue/scheduler"
-            return Row("slower", f"{found}, which costs processor time", written("none", name))
-        return Row("ok", found or "the device has none, or the system does not report it")
+            return ProbeFinding("slower", f"{found}, which costs processor time", written("none", name))
+        return ProbeFinding("ok", found or "the device has none, or the system does not report it")
 
-    def wear(self) -> Row:
+    def wear(self) -> ProbeFinding:
         """Return a row with the wear that the drive reports. The drive's serial number is not shown."""
         if self._kind != "NVMe":
-            return Row("ok", f"not checked for {self._kind or 'such'} disks")
+            return ProbeFinding("ok", f"not checked for {self._kind or 'such'} disks")
         if smartctl() is None:
-            return Row("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
+            return ProbeFinding("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
         name = self._disk.members[0].name
         command, told = f"smartctl -a /dev/{name}", endurance_of(name)
         if told is None and os.geteuid() != 0:
-            return Row("unknown", "the drive reports its wear only to root", f"sudo {command}")
+            return ProbeFinding("unknown", "the drive reports its wear only to root", f"sudo {command}")
         if told is None:
-            return Row("unknown", f"`{command}` does not report the wear")
+            return ProbeFinding("unknown", f"`{command}` does not report the wear")
         said = f"{told.percentage_used} % used, {told.written_bytes / 1e12:.1f} TB written"
         if told.percentage_used >= _WORN_PERCENT:
-            return Row("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")
-        return Row("ok", said)
+            return ProbeFinding(
+                "slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot"
+            )
+        return ProbeFinding("ok", said)
 
     @cached_property
     def _disk(self) -> disks.DiskFacts:

@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from infinity.cli.doctor.rows import Row, State
+from infinity.cli.doctor.rows import ProbeFinding, State
 from infinity.errors import printable
 
 SCHEMA, VERSION = "infinity-doctor", 1
@@ -39,24 +39,24 @@ All components of a path except the last may contain spaces.
 """
 
 
-def is_ready(rows: Sequence[Row]) -> bool:
+def is_ready(rows: Sequence[ProbeFinding]) -> bool:
     return not any(row.state == "missing" for row in rows)
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[ProbeFinding]) -> str:
     """Return whether a run can work on this machine, and the number of rows of each state."""
     counts = Counter(row.state for row in rows)
     said = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
     return f"{'ready' if is_ready(rows) else 'not ready'}: {len(rows)} checks, {said}"
 
 
-def ordered(rows: Sequence[Row]) -> list[Row]:
+def ordered(rows: Sequence[ProbeFinding]) -> list[ProbeFinding]:
     """Return the rows sorted by section, in the order of the sections' first rows."""
     sections = list(dict.fromkeys(row.section for row in rows))
     return sorted(rows, key=lambda row: sections.index(row.section))
 
 
-def to_text(rows: Sequence[Row], width: int) -> str:
+def to_text(rows: Sequence[ProbeFinding], width: int) -> str:
     """Return the report as text.
 
     Args:
@@ -71,7 +71,7 @@ def to_text(rows: Sequence[Row], width: int) -> str:
     return "\n".join(lines)
 
 
-def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: int) -> str:
+def to_issue(rows: Sequence[ProbeFinding], paths: Sequence[Path], version: str, width: int) -> str:
     """Return Markdown for an issue.
 
     The Markdown has no commands, and does not name this user, this machine, or directories of this machine.
@@ -95,7 +95,7 @@ def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: in
     )
 
 
-def _lines(row: Row, width: int) -> list[str]:
+def _lines(row: ProbeFinding, width: int) -> list[str]:
     name = f"{printable(row.what)} " if len(row.what) >= _WHAT_WIDTH else f"{printable(row.what):<{_WHAT_WIDTH}}"
     begin = f"  {row.state:<{_STATE_WIDTH}}{name}"
     lines = textwrap.wrap(
@@ -109,7 +109,7 @@ def _lines(row: Row, width: int) -> list[str]:
     return [*lines, f"{' ' * _FOUND_AT}→ {printable(row.mend)}"] if row.mend else lines
 
 
-def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
+def to_json(rows: Sequence[ProbeFinding], version: str) -> dict[str, Any]:
     """Return the report as JSON values. `version` is the version of infinity."""
     return {
         "schema": SCHEMA,

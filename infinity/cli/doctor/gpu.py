@@ -17,7 +17,7 @@ from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator
 from infinity.base.host_limits import available_host_bytes, budgets_in_ram
 from infinity.cli.doctor.fixes import pip_install, restarted
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.io.arena import PinnedArena
@@ -32,11 +32,11 @@ _POOR = 0.5
 Large copies over a good link reach 0.75 of the maximum rate, or more.
 """
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NO_GPU = Row("ok", "no GPU is used")
+_NO_GPU = ProbeFinding("ok", "no GPU is used")
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopyMeasurement:
     """The result of measuring copies.
 
     Attributes:
@@ -48,10 +48,10 @@ class Copies:
     refused: str
     up_rate: float
     down_rate: float
-    link: pci.Link | None
+    link: pci.PcieLink | None
 
 
-class Gpus:
+class GpuProbes:
     """Probes of the GPUs.
 
     Args:
@@ -62,24 +62,26 @@ class Gpus:
     def __init__(self, config: SwapConfig, root: Path = _ROOT) -> None:
         self._config, self._root = config, root
 
-    def build(self) -> Row:
+    def build(self) -> ProbeFinding:
         """Return a row about whether torch was built for this machine's GPUs."""
         said = f"torch {torch.__version__}, built {accelerator.torch_build()}"
         vendors = {gpu.vendor for gpu in self._on_bus}
         if self._devices or not vendors or accelerator.has_runtime():
-            return Row("ok", said)
+            return ProbeFinding("ok", said)
         if "NVIDIA" in vendors:
             mend = pip_install("torch>=2.6", how="--force-reinstall")
-            return Row("missing", f"{said}, but the machine has an NVIDIA GPU. The build on PyPI is for CUDA", mend)
-        return Row(
+            return ProbeFinding(
+                "missing", f"{said}, but the machine has an NVIDIA GPU. The build on PyPI is for CUDA", mend
+            )
+        return ProbeFinding(
             "slower", f"{said}, but the machine has an AMD GPU. pytorch.org has the command for a build for ROCm"
         )
 
-    def found(self) -> list[Row]:
+    def found(self) -> list[ProbeFinding]:
         """Return rows with the GPUs and their memory."""
         return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
-    def _in_ram(self) -> list[Row]:
+    def _in_ram(self) -> list[ProbeFinding]:
         """Return a row if the model computes on the CPU and memory.device + memory.host exceed the available RAM.
 
         Without a GPU both budgets are in RAM.
@@ -96,16 +98,16 @@ class Gpus:
             f"memory: {{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out to use the "
             "available memory"
         )
-        return [Row("missing", said, what="memory.device")]
+        return [ProbeFinding("missing", said, what="memory.device")]
 
-    def entry_points(self) -> list[Row]:
+    def entry_points(self) -> list[ProbeFinding]:
         """Return rows about whether native code finds the runtime's functions."""
         return self._each(self._entry_points, " runtime")
 
-    def copies(self) -> list[Row]:
+    def copies(self) -> list[ProbeFinding]:
         return self._each(self._rates, " copies")
 
-    def _each(self, look: Callable[[torch.device], Row], what: str) -> list[Row]:
+    def _each(self, look: Callable[[torch.device], ProbeFinding], what: str) -> list[ProbeFinding]:
         return [look(device)._replace(what=f"{device}{what}") for device in self._devices] or [_NO_GPU]
 
     # -- facts read once -----------------------------------------------------------------------------------------------
@@ -128,18 +130,20 @@ class Gpus:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _none(self) -> Row:
+    def _none(self) -> ProbeFinding:
         """Return a row that says why torch finds no device."""
         there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
         if not there:
-            return Row("ok", "none: the model computes on the CPU")
+            return ProbeFinding("ok", "none: the model computes on the CPU")
         if not accelerator.has_runtime():
-            return Row("unknown", f"{there}: this torch cannot query the GPU")
+            return ProbeFinding("unknown", f"{there}: this torch cannot query the GPU")
         hidden = next((name for name in _HIDING if os.environ.get(name, "all") in ("", "-1")), "")
         if hidden:
-            return Row("slower", f"{there}, hidden by {hidden}: the model computes on the CPU", f"unset {hidden}")
+            return ProbeFinding(
+                "slower", f"{there}, hidden by {hidden}: the model computes on the CPU", f"unset {hidden}"
+            )
         why = accelerator.why_no_device() or "torch does not find it"
-        return Row("missing", f"{there}: {why}", self._driver())
+        return ProbeFinding("missing", f"{there}: {why}", self._driver())
 
     def _driver(self) -> str:
         if any(gpu.vendor != "NVIDIA" for gpu in self._on_bus):
@@ -152,7 +156,7 @@ class Gpus:
         ubuntu = shutil.which("ubuntu-drivers") is not None
         return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
 
-    def _memory(self, device: torch.device) -> Row:
+    def _memory(self, device: torch.device) -> ProbeFinding:
         facts, wanted = accelerator.describe(device), self._config.memory.device
         said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
         said += f"{format_bytes(facts.free_bytes)} are free"
@@ -161,41 +165,41 @@ class Gpus:
                 f"; memory.device is {format_bytes(wanted)}: lower memory.device, or free memory that other processes "
                 "use on the GPU"
             )
-            return Row("missing", said)
-        return Row("ok", said)
+            return ProbeFinding("missing", said)
+        return ProbeFinding("ok", said)
 
-    def _entry_points(self, device: torch.device) -> Row:
+    def _entry_points(self, device: torch.device) -> ProbeFinding:
         try:
             table = self._open(device).gate()
             gate = {"copy": table.copy, "record": table.record, "wait": table.wait}
             index = device.index or 0
             _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
         except ConfigError as error:
-            return Row("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
-        return Row("ok", "copies and events run without Python")
+            return ProbeFinding("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
+        return ProbeFinding("ok", "copies and events run without Python")
 
-    def _rates(self, device: torch.device) -> Row:
+    def _rates(self, device: torch.device) -> ProbeFinding:
         address = accelerator.describe(device).address
         copied, most = measure(self._open(device), address, self._root), pci.link(address, "max", self._root)
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
         if copied.refused:
             mend = restarted("--ulimit memlock=-1", self._root)
-            return Row(
+            return ProbeFinding(
                 "slower",
                 f"{said}, and copies do not overlap with computing, because memory cannot be pinned: {copied.refused}",
                 mend,
             )
         if most is None or copied.link is None:
-            return Row("ok", f"{said}; the system does not report its link, as in many virtual machines")
+            return ProbeFinding("ok", f"{said}; the system does not report its link, as in many virtual machines")
         if copied.link.rate < most.rate:
             advice = "try another slot, or the slot's settings in the BIOS"
-            return Row("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
+            return ProbeFinding("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
         if min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
-            return Row("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
-        return Row("ok", f"{said}; its link is {most}, its maximum")
+            return ProbeFinding("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
+        return ProbeFinding("ok", f"{said}; its link is {most}, its maximum")
 
 
-def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
+def measure(device: Accelerator, address: str, root: Path = _ROOT) -> CopyMeasurement:
     """Pin 64 MiB and copy it to and from the device a few times.
 
     The measurement needs 128 MiB of memory and takes much less than a second.
@@ -215,4 +219,4 @@ def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
         link = pci.link(address, "current", root) if address else None
         device.synchronize(ended)
         rates.append(_COPIES * _COPIED_BYTES / max(device.seconds(began, ended), 1e-9))
-    return Copies(refused, rates[0], rates[1], link)
+    return CopyMeasurement(refused, rates[0], rates[1], link)

@@ -11,7 +11,7 @@ from infinity.base import pci
 from infinity.base.control_groups import groups, processors_allowed
 from infinity.base.small_files import text_of
 from infinity.cli.doctor.fixes import container_kind, restarted
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
@@ -21,7 +21,7 @@ _SHARED_BYTES = 1 << 30
 _SHM = Path("/dev/shm")
 
 
-def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
+def threads(config: SwapConfig, root: Path = _ROOT) -> ProbeFinding:
     """Return a row that compares the number of the update's threads with the number of available cores.
 
     The function imports torch.
@@ -31,39 +31,43 @@ def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
     wanted, quota = update_threads(config), processors_allowed(root)
     said = f"{wanted} for the update, of {os.cpu_count()} cores"
     if quota is None or wanted <= math.ceil(quota):
-        return Row("ok", said)
+        return ProbeFinding("ok", said)
     said += f", but the control group's quota allows only {quota:g} cores"
-    return Row("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
+    return ProbeFinding(
+        "slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}"
+    )
 
 
-def container(root: Path = _ROOT) -> Row:
-    return Row("ok", container_kind(root) or "none")
+def container(root: Path = _ROOT) -> ProbeFinding:
+    return ProbeFinding("ok", container_kind(root) or "none")
 
 
-def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
+def shared(place: Path = _SHM, root: Path = _ROOT) -> ProbeFinding:
     """Return a row about shared memory, which DataLoader workers and several ranks need."""
     try:
         info = os.statvfs(place)
     except OSError as error:
-        return Row("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need shared memory")
+        return ProbeFinding(
+            "slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need shared memory"
+        )
     total = info.f_blocks * info.f_frsize
     if total >= _SHARED_BYTES:
-        return Row("ok", format_bytes(total))
+        return ProbeFinding("ok", format_bytes(total))
     said = f"{format_bytes(total)}: DataLoader workers and several ranks on GPUs may need more"
-    return Row("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
+    return ProbeFinding("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
 
 
-def io_limit(root: Path = _ROOT) -> Row:
+def io_limit(root: Path = _ROOT) -> ProbeFinding:
     """Return a row with the I/O limits of the control groups. The limits of the innermost group come first."""
     limits = dict.fromkeys(text_of(group / "io.max") for group in groups("io", root))
     said = "; ".join(filter(None, limits))
-    return Row("slower", f"io.max of the control group: {said}") if said else Row("ok", "none")
+    return ProbeFinding("slower", f"io.max of the control group: {said}") if said else ProbeFinding("ok", "none")
 
 
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
-def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
+def numa(paths: Sequence[Path], root: Path = _ROOT) -> ProbeFinding:
     """Return a row about the NUMA nodes.
 
     Disks and GPUs should be attached to the same NUMA node. This process should be allowed to run on the GPU's NUMA
@@ -77,7 +81,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
 
     there = node_processors(root)
     if len(there) < 2:
-        return Row("ok", "there is only one node")
+        return ProbeFinding("ok", "there is only one node")
     disks = {str(path): disk_under(path, root).numa_node for path in paths}
     cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
     nodes = {node for node, cpus in there.items() if os.sched_getaffinity(0) & cpus}
@@ -87,12 +91,12 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     wanted = {*(cards or disks).values()} - {None}
     if len(wanted) == 1 and not wanted <= nodes:
         (node,) = wanted
-        return Row("slower", said, f"numactl --cpunodebind={node} --membind={node} infinity …")
+        return ProbeFinding("slower", said, f"numactl --cpunodebind={node} --membind={node} infinity …")
     if None in known.values():
-        return Row("unknown", said)
+        return ProbeFinding("unknown", said)
     if len({*known.values()}) > 1:
-        return Row("slower", f"{said}. Transfers between nodes are slower: use disks at the GPU's node")
-    return Row("ok", said)
+        return ProbeFinding("slower", f"{said}. Transfers between nodes are slower: use disks at the GPU's node")
+    return ProbeFinding("ok", said)
 
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.base.small_files import chosen, fields, number_in, text_of
 from infinity.cli.doctor.fixes import restarted, written
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
@@ -17,7 +17,7 @@ _LIMITS_FILE = "/etc/security/limits.d/90-infinity.conf"
 _CAP_IPC_LOCK = 14
 
 
-def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
+def ram(config: SwapConfig, root: Path = _ROOT) -> ProbeFinding:
     import psutil
 
     from infinity.base.control_groups import memory_limits
@@ -29,24 +29,24 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
     said += f"; the control group allows {format_bytes(min(limits))}" if limits else ""
     wanted = config.memory.host
     if wanted is not None and wanted > left:
-        return Row(
+        return ProbeFinding(
             "missing",
             f"{said}; memory.host is {format_bytes(wanted)}: lower memory.host, or leave it out to use the available "
             "memory",
         )
-    return Row("ok", said)
+    return ProbeFinding("ok", said)
 
 
-def huge_pages(root: Path = _ROOT) -> Row:
+def huge_pages(root: Path = _ROOT) -> ProbeFinding:
     setting = chosen(text_of(root / _THP[1:]))
     if setting in ("always", "madvise"):
-        return Row("ok", setting)
+        return ProbeFinding("ok", setting)
     if not setting:
-        return Row("unknown", "the kernel does not report its setting")
-    return Row("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
+        return ProbeFinding("unknown", "the kernel does not report its setting")
+    return ProbeFinding("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
 
 
-def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
+def locked(config: SwapConfig, root: Path = _ROOT) -> ProbeFinding:
     """Return a row that compares the limit of locked memory with the bytes that a run registers with io_uring.
 
     The function imports torch.
@@ -58,15 +58,15 @@ def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = f"a run registers up to {format_bytes(wanted)} (memory.host)"
     if soft == resource.RLIM_INFINITY:
-        return Row("ok", f"no limit; {said}")
+        return ProbeFinding("ok", f"no limit; {said}")
     said = f"limit {format_bytes(soft)}; {said}"
     capabilities = number_in(dict(fields(text_of(root / "proc/self/status"))).get("CapEff", ""), 16) or 0
     if capabilities >> _CAP_IPC_LOCK & 1:
-        return Row("ok", f"{said}; this process may exceed it")
+        return ProbeFinding("ok", f"{said}; this process may exceed it")
     if soft >= wanted:
-        return Row("ok", said)
+        return ProbeFinding("ok", said)
     mend = restarted("--ulimit memlock=-1", root)
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         mend = f"ulimit -l {'unlimited' if hard == resource.RLIM_INFINITY else hard >> 10}"
     mend = mend or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
-    return Row("slower", f"{said}. Above the limit, transfers need more processor time", mend)
+    return ProbeFinding("slower", f"{said}. Above the limit, transfers need more processor time", mend)

@@ -12,7 +12,7 @@ _LIMIT_S = 20
 State: TypeAlias = Literal["ok", "slower", "missing", "unknown"]
 
 
-class Row(NamedTuple):
+class ProbeFinding(NamedTuple):
     """One line of the report: the finding of a probe.
 
     Attributes:
@@ -35,16 +35,16 @@ class Probe:
 
     section: str
     what: str
-    look: Callable[[], Row | Sequence[Row]]
+    look: Callable[[], ProbeFinding | Sequence[ProbeFinding]]
 
-    def rows(self, found: Row | Sequence[Row]) -> list[Row]:
+    def rows(self, found: ProbeFinding | Sequence[ProbeFinding]) -> list[ProbeFinding]:
         """Return the rows of a result. Rows without names get the names of the probe."""
-        each = [found] if isinstance(found, Row) else found
+        each = [found] if isinstance(found, ProbeFinding) else found
         return [row._replace(what=row.what or self.what, section=self.section) for row in each]
 
 
 @dataclass(frozen=True)
-class Probes:
+class ProbeGroup:
     """Probes that one process runs in sequence.
 
     Attributes:
@@ -61,9 +61,9 @@ class Probes:
     def of(
         cls,
         section: str,
-        looks: Mapping[str, Callable[[], Row | Sequence[Row]]],
+        looks: Mapping[str, Callable[[], ProbeFinding | Sequence[ProbeFinding]]],
         limit_s: float = _LIMIT_S,
         leaves: Path | None = None,
-    ) -> Probes:
+    ) -> ProbeGroup:
         """Return the probes of one section. `looks` has the function of each check, by the name of the check."""
         return cls([Probe(section, what, look) for what, look in looks.items()], limit_s, leaves)

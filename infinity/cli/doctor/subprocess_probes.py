@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NoReturn
 
-from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
 from infinity.quoting import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -33,7 +33,7 @@ _DEATH_S = 1.0
 """Seconds that a killed process may take to end. A process that waits for a dead disk never ends."""
 
 
-def look(groups: Sequence[Probes]) -> list[Row]:
+def look(groups: Sequence[ProbeGroup]) -> list[ProbeFinding]:
     """Return the rows of all probes, in the order of the probes.
 
     All processes are ended and all files are removed, even after an error.
@@ -45,21 +45,21 @@ def look(groups: Sequence[Probes]) -> list[Row]:
 def ends(act: Callable[[], object], within_s: float) -> bool:
     """Return whether a call ends, with or without an error, in a separate process within the limit."""
 
-    def end() -> Row:
+    def end() -> ProbeFinding:
         act()
-        return Row("ok", "")
+        return ProbeFinding("ok", "")
 
-    with _watched([Probes([Probe("", "", end)], within_s)]) as (child,):
+    with _watched([ProbeGroup([Probe("", "", end)], within_s)]) as (child,):
         return not child.late
 
 
 @contextlib.contextmanager
-def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
+def _watched(groups: Sequence[ProbeGroup]) -> Iterator[list[_ProbeProcess]]:
     """Yield each process when it has finished its probes or has exceeded its time limit."""
-    children: list[_Child] = []
+    children: list[_ProbeProcess] = []
     try:
         for group in groups:
-            children.append(_Child(group))
+            children.append(_ProbeProcess(group))
         while waiting := [child for child in children if not (child.ended or child.late)]:
             first = min(child.deadline for child in waiting)
             ready = wait([child.pipe for child in waiting], max(first - time.monotonic(), 0))
@@ -73,7 +73,7 @@ def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
             child.close()
 
 
-class _Child:
+class _ProbeProcess:
     """A process that runs a group of probes, and the rows that it has sent so far.
 
     Attributes:
@@ -83,9 +83,9 @@ class _Child:
         pipe: the parent's end of the pipe.
     """
 
-    def __init__(self, group: Probes) -> None:
+    def __init__(self, group: ProbeGroup) -> None:
         self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
-        self._found: list[list[Row]] = []  # the rows of each finished probe, in the order of the probes
+        self._found: list[list[ProbeFinding]] = []  # the rows of each finished probe, in the order of the probes
         self._status: int | None = None
         self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
@@ -106,7 +106,7 @@ class _Child:
         except (EOFError, OSError):  # the child has closed the pipe, or has died while it sent a message
             self.ended = True
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProbeFinding]:
         """End the process.
 
         Return the rows that the process reported, and a row with the state 'unknown' for each probe that did not
@@ -115,7 +115,7 @@ class _Child:
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
-            rows += probe.rows(Row("unknown", why or self._problem()))
+            rows += probe.rows(ProbeFinding("unknown", why or self._problem()))
             why = why or f"not checked, because '{probe.what}' did not end"
         return rows
 
@@ -152,7 +152,7 @@ class _Child:
         return "the process that checked ended too early"
 
 
-def _work(group: Probes, writer: Connection) -> NoReturn:
+def _work(group: ProbeGroup, writer: Connection) -> NoReturn:
     """Run the probes in the new process, and exit."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -169,12 +169,12 @@ def _work(group: Probes, writer: Connection) -> NoReturn:
         os._exit(0)  # no message is sent, because the parent knows which probes did not finish
 
 
-def rows_of(probe: Probe) -> list[Row]:
+def rows_of(probe: Probe) -> list[ProbeFinding]:
     """Return the rows of a probe. If the probe fails, return a row with the state 'unknown'."""
     try:
         found = probe.look()
     except (Exception, SystemExit) as error:  # a driver or a malformed file may raise anything
-        found = Row("unknown", raised(error))
+        found = ProbeFinding("unknown", raised(error))
     return [row._replace(finding=one_line(row.finding)) for row in probe.rows(found)]
 
 

@@ -12,29 +12,31 @@ from typing import TYPE_CHECKING
 from infinity.cli.doctor.fixes import pip_install
 from infinity.cli.doctor.machine import threads
 from infinity.cli.doctor.memory import locked
-from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
 from infinity.config import SwapConfig
 
 if TYPE_CHECKING:
-    from infinity.cli.doctor.gpu import Gpus
+    from infinity.cli.doctor.gpu import GpuProbes
 
 _ROOT = Path("/")
 _LIMIT_S = 90
 """Time limit in seconds. Reading torch from a slow disk, and opening many GPUs, may take this long."""
 
 
-def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
+def with_torch(config: SwapConfig, root: Path = _ROOT) -> ProbeGroup:
     @functools.cache
-    def gpus() -> Gpus:
-        from infinity.cli.doctor.gpu import Gpus
+    def gpus() -> GpuProbes:
+        from infinity.cli.doctor.gpu import GpuProbes
 
-        return Gpus(config, root)
+        return GpuProbes(config, root)
 
-    def build() -> Row:
+    def build() -> ProbeFinding:
         try:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
-            return Row("missing", f"cannot be imported: {error}", pip_install("torch>=2.6", how="--force-reinstall"))
+            return ProbeFinding(
+                "missing", f"cannot be imported: {error}", pip_install("torch>=2.6", how="--force-reinstall")
+            )
         return gpus().build()
 
     probes = [
@@ -46,10 +48,10 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
         Probe("GPU", "runtime", lambda: gpus().entry_points()),
         Probe("GPU", "copies", lambda: gpus().copies()),
     ]
-    return Probes(probes, _LIMIT_S)
+    return ProbeGroup(probes, _LIMIT_S)
 
 
-def processor(root: Path = _ROOT) -> Row:
+def processor(root: Path = _ROOT) -> ProbeFinding:
     """Return a row about the processor.
 
     If the model computes on the processor, the row also names the default of --dtype.
@@ -63,9 +65,9 @@ def processor(root: Path = _ROOT) -> Row:
     model = machine_facts.processor(root).model or "a processor without a name"
     device = current_device().type
     if device != "cpu":
-        return Row("ok", model)
+        return ProbeFinding("ok", model)
     name, why = default_dtype(device, root)
     if name == "fp32":
         twice = "needs twice the memory of 16 bits for weights and gradients"
-        return Row("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
-    return Row("ok", f"{model}; {why}, so --dtype is {name} by default")
+        return ProbeFinding("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
+    return ProbeFinding("ok", f"{model}; {why}, so --dtype is {name} by default")

@@ -23,7 +23,7 @@ _STREAM_BYTES_MAX = 4  # bytes of one element
 
 
 @dataclass(frozen=True)
-class Format:
+class StateFormat:
     """A storage format of the optimizer states.
 
     Attributes:
@@ -53,7 +53,7 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Pass:
+class AdamMeasurement:
     """Medians of the measurements over the rounds.
 
     Attributes:
@@ -68,7 +68,7 @@ class Pass:
     of_bound: float
 
 
-class Memory:
+class AdamBuffers:
     """Streams of `numel` elements.
 
     Each stream has its own arena with room for fp32. The stream "z" contains only zeros.
@@ -99,27 +99,27 @@ class Memory:
             flat[at : at + count] = kept[: self.numel - at]
 
 
-def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, rounds: int) -> Pass:
+def measure(memory: AdamBuffers, form: StateFormat, isa: str, pool: _native.ThreadPool, rounds: int) -> AdamMeasurement:
     """Measure the update with a storage format. Each round also measures the maximum rate of the memory."""
     update = _updater(memory, form, isa, pool)
     limits, ours = [], []
     for _ in range(rounds):
         limits.append(_seconds(lambda: _bound(memory, isa, pool)) * form.memory_bytes / _BOUND_BYTES)
         ours.append(_seconds(update))
-    return Pass(
+    return AdamMeasurement(
         parameters_per_s=memory.numel / statistics.median(ours),
         bound=memory.numel * form.memory_bytes / statistics.median(limits),
         of_bound=statistics.median(limit / mine for limit, mine in zip(limits, ours, strict=True)),
     )
 
 
-def _bound(memory: Memory, isa: str, pool: _native.ThreadPool) -> None:
+def _bound(memory: AdamBuffers, isa: str, pool: _native.ThreadPool) -> None:
     # The pass adds zeros, so that the states do not change.
     a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "z"))
     _native.read_modify_write(a, b, c, d, pool, isa)
 
 
-def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
+def _updater(memory: AdamBuffers, form: StateFormat, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
     """Return a function that does one update.
 
     The function has already been called once, so that the moments are stored in the format.

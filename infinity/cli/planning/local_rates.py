@@ -23,7 +23,7 @@ from infinity.cli.endurance import endurance_of
 from infinity.cli.machine_facts import last_cache_bytes
 from infinity.cli.planning import adam
 from infinity.cli.planning.machines import CHECKSUMS_PER_CORE, LAND_PER_CORE
-from infinity.cli.planning.rates import Machine
+from infinity.cli.planning.rates import MachineRates
 from infinity.files import nearest
 from infinity.io.disks import disk_under
 from infinity.plan.device_memory import available_host_bytes, usable_cores
@@ -65,7 +65,7 @@ def local_machine(
     inner: int,
     tokens: int,
     frozen: FrozenName,
-) -> Machine:
+) -> MachineRates:
     """Measure the rates that a plan uses.
 
     Args:
@@ -96,7 +96,7 @@ def local_machine(
         decode = _decode("int8" if frozen == "int8" else "nf4", cores)
         sources["decode"] = f"measured now: {cores} threads{busy}"
     sources |= dict.fromkeys(("land", "checksums"), "assumed: 1 Gparam/s and 10 GB/s for each core")
-    return Machine(
+    return MachineRates(
         name="this machine",
         cores=cores,
         dram=dram,
@@ -152,8 +152,8 @@ def _adam(cores: int) -> tuple[dict[str, float], float]:
 
     The rates of the update are in parameters per second, the rate of the memory in bytes per second.
     """
-    memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
-    forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
+    memory, isa, pool = adam.AdamBuffers(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
+    forms = {moments: adam.StateFormat("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
     found = {str(name): adam.measure(memory, form, isa, pool, 3) for name, form in forms.items()}
     bound = statistics.median(each.bound for each in found.values())
     return {name: each.parameters_per_s for name, each in found.items()}, bound
@@ -182,7 +182,7 @@ def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
     return statistics.median(taken)
 
 
-class _Layer(nn.Module):
+class _DecoderBlock(nn.Module):
     """A decoder block like the blocks of most models.
 
     The measured time of the block includes operations other than matrix products.
@@ -212,7 +212,7 @@ def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tok
     """
     heads = max(width // _HEAD_WIDTH, 1)
     width = heads * (width // heads)
-    layer = _Layer(width, inner, heads).to(device, dtype)
+    layer = _DecoderBlock(width, inner, heads).to(device, dtype)
     given = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
 
     accelerator = None if device.type == "cpu" else TorchAccelerator(device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.cli.planning.rates import ADAM_BYTES, Machine
+from infinity.cli.planning.rates import ADAM_BYTES, MachineRates
 
 GB = 1e9
 GIB = 1 << 30
@@ -47,13 +47,13 @@ def _machine(
     overwrites: int,
     disks: int = 1,
     **more: Any,
-) -> Machine:
+) -> MachineRates:
     """Return a machine.
 
     `adam` has the rates of one core. `disk_tb` is the size of each disk in TB, and `overwrites` is how often a disk can
     be overwritten completely.
     """
-    return Machine(
+    return MachineRates(
         name=name,
         cores=cores,
         dram=dram,

@@ -17,15 +17,15 @@ from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import options_of
 from infinity.cli.planning.local_rates import local_machine
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
-from infinity.cli.planning.model import Batch, adapt, build, widths
+from infinity.cli.planning.model import BatchShape, adapt, build, widths
 from infinity.cli.planning.options import PlanOptions
 from infinity.cli.planning.plan_report import as_json, duration, report
-from infinity.cli.planning.rates import Machine
-from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
+from infinity.cli.planning.rates import MachineRates
+from infinity.cli.planning.scenario import PlanScenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.io.directory import require_place
-from infinity.plan.disk import Disks, disks_of
+from infinity.plan.disk import DiskLimits, disks_of
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
 from infinity.quoting import quoted
 from infinity.sizes import format_bytes
@@ -68,7 +68,7 @@ def plan(found: argparse.Namespace) -> int:
     return 0 if outcome.activations_fit else DOES_NOT_FIT
 
 
-def _does_not_fit(scenario: Scenario, error: PlanError, options: PlanOptions) -> int:
+def _does_not_fit(scenario: PlanScenario, error: PlanError, options: PlanOptions) -> int:
     found = scenario.fits_if()
     if options.json:
         fits_with = None if found is None else dict(found[0])
@@ -93,14 +93,16 @@ def _dtype(options: PlanOptions, device: torch.device) -> str:
     return options.dtype or default_dtype(device.type).name
 
 
-def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: torch.dtype) -> Scenario:
+def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: torch.dtype) -> PlanScenario:
     config = _config(options)
-    batch = Batch(options.batch_size, options.sequence_length, options.micro_batches, options.gradient_accumulation)
+    batch = BatchShape(
+        options.batch_size, options.sequence_length, options.micro_batches, options.gradient_accumulation
+    )
     if options.machine is not None:
         machine = MACHINES[options.machine]
         config = on_machine(machine, config)
         ranks = options.ranks or machine.gpus
-        disks = Disks(machine.disk_bytes // ranks)
+        disks = DiskLimits(machine.disk_bytes // ranks)
     else:
         ranks = options.ranks or 1
         width, inner = widths(model)
@@ -117,7 +119,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
         for line in _missing_here(machine, config):
             print(line, file=sys.stderr)
     _require_possible(ranks, machine, model, config)
-    return Scenario(
+    return PlanScenario(
         model=model,
         config=config,
         machine=machine,
@@ -130,7 +132,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
     )
 
 
-def _missing_here(machine: Machine, config: SwapConfig) -> Iterator[str]:
+def _missing_here(machine: MachineRates, config: SwapConfig) -> Iterator[str]:
     """Yield a line for each budget and each directory of the config that this machine does not have."""
     for name, there in ("host", machine.host_bytes), ("device", machine.device_bytes):
         if (given := getattr(config.memory, name) or 0) > there:
@@ -143,7 +145,7 @@ def _missing_here(machine: Machine, config: SwapConfig) -> Iterator[str]:
             yield f"{error} A run would end with this error."
 
 
-def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConfig) -> None:
+def _require_possible(ranks: int, machine: MachineRates, model: Any, config: SwapConfig) -> None:
     """Raise ConfigError for a setup that infinity does not support."""
     if machine.is_gpu and ranks > machine.gpus:
         raise ConfigError(f"--ranks {ranks}: {machine.name} has {machine.gpus}, and each rank needs one")
@@ -175,7 +177,7 @@ def _pair(text: str) -> tuple[str, Any]:
     return key.strip(), words.get(value.strip().lower(), value.strip())
 
 
-def on_machine(machine: Machine, config: SwapConfig) -> SwapConfig:
+def on_machine(machine: MachineRates, config: SwapConfig) -> SwapConfig:
     """Return the swap config for another machine.
 
     Memory, cores and disks that the swap config does not set are the machine's.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.cli.planning.prediction import Work
+from infinity.cli.planning.prediction import StepWork
 from infinity.cli.planning.public_models import PRESETS
 from infinity.errors import ConfigError, ModelError
 from infinity.quoting import quoted, raised
@@ -35,7 +35,7 @@ They are norms, queries, outputs of attention and residuals.
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The batch of one step: sequences per micro-batch, their length, micro-batches per pass, and passes per step."""
 
     sequences: int
@@ -172,7 +172,7 @@ def _linears(model: nn.Module) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The sizes of a model that determine the computation of a step.
 
     Attributes:
@@ -199,7 +199,7 @@ class Shape:
     stacks: int
 
 
-def shape_of(model: Any) -> Shape:
+def shape_of(model: Any) -> ModelShape:
     """Return the shape of a model.
 
     Matrix products and attention count as work. Lookups in an embedding do not count.
@@ -216,7 +216,7 @@ def shape_of(model: Any) -> Shape:
         numel = parameter.numel() * (active if ".experts." in name else 1.0)
         products += numel
         trained += numel if parameter.requires_grad else 0.0
-    return Shape(
+    return ModelShape(
         products,
         trained,
         blocks=_blocks(model),
@@ -230,7 +230,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def _stacks(model: nn.Module) -> int:
-    """Return Shape.stacks of the block with the largest stacks."""
+    """Return ModelShape.stacks of the block with the largest stacks."""
     found: Counter[nn.Module] = Counter()
     layer: Any
     for layer in model.modules():
@@ -240,7 +240,7 @@ def _stacks(model: nn.Module) -> int:
     return max(found.values(), default=0)
 
 
-def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
+def work_of(shape: ModelShape, batch: BatchShape, *, recompute: bool, vertical: bool) -> StepWork:
     """Return the computation of a model's step, and the device memory of its activations."""
     attention = 2.0 * batch.length * shape.attention * shape.blocks
     once = (2 * shape.products + attention) * batch.tokens * batch.count
@@ -252,7 +252,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
     if not recompute:
         kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
-    return Work(
+    return StepWork(
         flops=once + backward,
         tokens=batch.tokens * batch.count,
         landings=batch.count,

@@ -42,7 +42,7 @@ class PlannedMachine:
 
 
 @dataclass(frozen=True)
-class Training:
+class PlannedTraining:
     """The sizes and options of the training."""
 
     batch_size: int = argument("sequences per micro-batch (default 1)", types.whole(1, types.TOKENS_MAX), 1)
@@ -64,5 +64,5 @@ class Training:
 
 
 @dataclass(frozen=True)
-class PlanOptions(Training, PlannedMachine, PlannedModel):
+class PlanOptions(PlannedTraining, PlannedMachine, PlannedModel):
     """All options of `infinity plan`."""

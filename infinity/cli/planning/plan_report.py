@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from infinity.cli.planning.rates import Machine
-from infinity.cli.planning.scenario import Alternative, Outcome, Scenario, as_yaml, compute_tokens
+from infinity.cli.planning.rates import MachineRates
+from infinity.cli.planning.scenario import AlternativeConfig, PlanOutcome, PlanScenario, as_yaml, compute_tokens
 from infinity.sizes import format_bytes
 
 LINKS = {
@@ -23,12 +23,12 @@ _DAY_S = 86400
 _DAYS_SHOWN = 10 * 365
 
 
-def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> str:
+def report(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> str:
     """Return the report. Lines that a user needs first, such as whether the model fits, come first."""
     return "\n".join(_lines(scenario, outcome, alternatives))
 
 
-def verdict(scenario: Scenario, outcome: Outcome) -> str:
+def verdict(scenario: PlanScenario, outcome: PlanOutcome) -> str:
     """Return one line that says whether the model fits, how fast it trains, and how much it wears the drives."""
     prediction, machine = outcome.prediction, scenario.machine
     tokens = outcome.work.tokens * scenario.ranks
@@ -52,7 +52,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     return line + wear
 
 
-def _with_what(scenario: Scenario, outcome: Outcome) -> str:
+def _with_what(scenario: PlanScenario, outcome: PlanOutcome) -> str:
     """Return the changes with which the activations fit."""
     ways = [f"{as_yaml(changes)} in the swap config" for changes in scenario.roomier(outcome)]
     if tokens := scenario.most_tokens(outcome):
@@ -65,12 +65,12 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
-def _bound(outcome: Outcome) -> str:
+def _bound(outcome: PlanOutcome) -> str:
     name = outcome.prediction.bound
     return "the processor" if name == "processor" else f"the {LINKS[name]}" if name == "disk" else LINKS[name]
 
 
-def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> Iterator[str]:
+def _lines(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> Iterator[str]:
     yield verdict(scenario, outcome)
     if not outcome.activations_fit:
         yield _with_what(scenario, outcome)
@@ -89,7 +89,7 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     yield from _sources(scenario.machine, outcome)
 
 
-def _times(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+def _times(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     prediction, batch = outcome.prediction, scenario.batch
     overlapped = outcome.plan.placement.updates.overlap != "off"
     many = f" × {batch.count} micro-batches" * (batch.count > 1) + f" × {scenario.ranks} ranks" * (scenario.ranks > 1)
@@ -105,13 +105,13 @@ def _times(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
         yield f"  computing is the bound from {needed:,.0f} tokens per step; this step has {outcome.work.tokens:,}"
 
 
-def _of_compute(name: str, outcome: Outcome) -> str:
+def _of_compute(name: str, outcome: PlanOutcome) -> str:
     if name != "processor" or "compute" in outcome.prediction.busy or not outcome.prediction.compute_s:
         return ""
     return f"  ({duration(outcome.prediction.compute_s)} of it forward and backward)"
 
 
-def _bytes(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+def _bytes(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     moved, numel = outcome.prediction.moved, max(outcome.plan.layout.numel, 1)
     parts = {
         "weights for forward and backward read": moved.weights,
@@ -128,7 +128,7 @@ def _bytes(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
         yield f"  to the device {format_bytes(moved.up)}, gradients from it {format_bytes(moved.down)}"
 
 
-def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+def _activations(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     batch, work = scenario.batch, outcome.work
     many = f" × {batch.micro_batches}" if batch.micro_batches > 1 else ""
     fits = scenario.largest_batch(outcome)
@@ -140,7 +140,7 @@ def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
     )
 
 
-def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator[str]:
+def _alternatives(outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> Iterator[str]:
     if not alternatives:
         yield "no change of the swap config makes a step much shorter"
         return
@@ -150,7 +150,7 @@ def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator
         yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {as_yaml(each.changes)}"
 
 
-def _sources(machine: Machine, outcome: Outcome) -> Iterator[str]:
+def _sources(machine: MachineRates, outcome: PlanOutcome) -> Iterator[str]:
     moments = outcome.plan.placement.form.moments
     adam = machine.adam.get(moments, machine.adam["fp32"])
     yield f"predicted for {machine.name}, with these rates:"
@@ -173,7 +173,7 @@ def _sources(machine: Machine, outcome: Outcome) -> Iterator[str]:
         yield f"  {name:<10}{rate}: {_source(machine, name)}"
 
 
-def _source(machine: Machine, name: str) -> str:
+def _source(machine: MachineRates, name: str) -> str:
     source = machine.sources[name]
     return source if source.startswith(("measured", "profiled", "assumed")) else f"assumed: {source}"
 
@@ -191,12 +191,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 3 * _DAY_S else f"{seconds / _DAY_S:.1f} days"
 
 
-def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> dict[str, Any]:
+def as_json(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> dict[str, Any]:
     """Return all contents of the report as JSON values. Sizes are in bytes, times in seconds."""
     prediction, plan = outcome.prediction, outcome.plan
     moved = prediction.moved
 
-    def figures(of: Outcome) -> dict[str, Any]:
+    def figures(of: PlanOutcome) -> dict[str, Any]:
         return {"seconds": of.prediction.seconds, "busy_s": dict(of.prediction.busy)}
 
     return {

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from infinity.cli.planning.rates import ADAM_BYTES, Machine
+from infinity.cli.planning.rates import ADAM_BYTES, MachineRates
 from infinity.plan.link_traffic import LinkBytes
 from infinity.plan.plan import Plan
 
@@ -27,7 +27,7 @@ Measurements on the CPU gave 1.05 to 1.15 (bench/results).
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """The computation of a step.
 
     Attributes:
@@ -45,7 +45,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepTimePrediction:
     """The predicted time of one step.
 
     Attributes:
@@ -67,7 +67,9 @@ class Prediction:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, checksums: bool = True) -> Prediction:
+def predict(
+    plan: Plan, work: StepWork, machine: MachineRates, *, clips: bool = False, checksums: bool = True
+) -> StepTimePrediction:
     """Predict the time of a step of one process. The machine is shared by `plan.peers.on_machine` processes.
 
     Args:
@@ -79,7 +81,7 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
     """
     moved = plan.forecast.moved_clipping if clips else plan.forecast.moved
     ranks = plan.peers.on_machine
-    share = _Share(plan, machine if checksums else replace(machine, checksums=math.inf), ranks)
+    share = _MachineShare(plan, machine if checksums else replace(machine, checksums=math.inf), ranks)
     passes = share.passes(moved, work)
     updates = share.updates(moved)
     together = {name: passes.get(name, 0.0) + updates.get(name, 0.0) for name in {**passes, **updates}}
@@ -88,13 +90,13 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
         seconds = max(passes.values(), default=0.0) + max(updates.values(), default=0.0)
     else:
         seconds = OVERLAPPED * max(busy.values(), default=0.0)
-    return Prediction(seconds, busy, work.flops / machine.flops * (1 if machine.is_gpu else ranks), moved)
+    return StepTimePrediction(seconds, busy, work.flops / machine.flops * (1 if machine.is_gpu else ranks), moved)
 
 
-class _Share:
+class _MachineShare:
     """The share of a machine that one of `ranks` processes has, with the times for which a step occupies this share."""
 
-    def __init__(self, plan: Plan, machine: Machine, ranks: int) -> None:
+    def __init__(self, plan: Plan, machine: MachineRates, ranks: int) -> None:
         self._plan, self._machine, self._ranks = plan, machine, ranks
 
     def disk(self, read: float, written: float) -> float:
@@ -108,7 +110,7 @@ class _Share:
         of_mix = mixed / machine.disk_read + mixed / machine.disk_write
         return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
-    def passes(self, moved: LinkBytes, work: Work) -> dict[str, float]:
+    def passes(self, moved: LinkBytes, work: StepWork) -> dict[str, float]:
         """Return the seconds for which forward and backward occupy each resource."""
         machine, cores = self._machine, self._of_cores
         # If several micro-batches go through a layer in one pass, each has its own gradients, except if they are added

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """Rates of a machine's operations, each of which runs alone. The units are bytes, parameters or FLOPs per second.
 
     Attributes:

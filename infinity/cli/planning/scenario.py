@@ -13,21 +13,21 @@ import torch
 import yaml
 
 from infinity.base.host_limits import budgets_in_ram
-from infinity.cli.planning.model import Batch, Shape, shape_of, work_of
-from infinity.cli.planning.prediction import Prediction, Work, predict
-from infinity.cli.planning.rates import Machine
+from infinity.cli.planning.model import BatchShape, ModelShape, shape_of, work_of
+from infinity.cli.planning.prediction import StepTimePrediction, StepWork, predict
+from infinity.cli.planning.rates import MachineRates
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, Peers
+from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.quoting import quoted
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.moments import OptimizerName
-from infinity.state.shard import Cut
-from infinity.state.terms import Terms
+from infinity.state.shard import RankPartition
+from infinity.state.terms import OffloadArguments
 from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
 
 GAIN_MIN = 0.02
@@ -37,7 +37,7 @@ _TOKENS_MAX = 1 << 24
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """The plan and the predicted times for one swap config.
 
     Attributes:
@@ -47,8 +47,8 @@ class Outcome:
 
     config: SwapConfig
     plan: Plan
-    work: Work
-    prediction: Prediction
+    work: StepWork
+    prediction: StepTimePrediction
     activation_room: int
 
     @property
@@ -56,18 +56,18 @@ class Outcome:
         return self.work.peak_bytes <= self.activation_room
 
 
-class Alternative(NamedTuple):
+class AlternativeConfig(NamedTuple):
     """Another swap config and its outcome.
 
     `changes` has the keys that differ from the original swap config, with their values.
     """
 
     changes: Mapping[str, Any]
-    outcome: Outcome
+    outcome: PlanOutcome
 
 
 @dataclass(frozen=True)
-class Scenario:
+class PlanScenario:
     """The inputs of a plan.
 
     Attributes:
@@ -82,15 +82,15 @@ class Scenario:
 
     model: Any
     config: SwapConfig
-    machine: Machine
-    disks: Disks
+    machine: MachineRates
+    disks: DiskLimits
     device: torch.device
-    batch: Batch
+    batch: BatchShape
     optimizer: OptimizerName = "adamw"
     ranks: int = 1
     clips: bool = False
 
-    def outcome(self, config: SwapConfig | None = None) -> Outcome:
+    def outcome(self, config: SwapConfig | None = None) -> PlanOutcome:
         """Return the outcome for a swap config. The default is the scenario's own swap config.
 
         Raises:
@@ -115,7 +115,7 @@ class Scenario:
         if self._in_ram:  # memory.device does not limit activations that are kept in RAM
             room = self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
-        return Outcome(config, plan, work, prediction, room)
+        return PlanOutcome(config, plan, work, prediction, room)
 
     @property
     def _in_ram(self) -> bool:
@@ -154,11 +154,11 @@ class Scenario:
     def _plan(self, config: SwapConfig, found: DiscoveredUnits) -> Plan:
         peers = NO_PEERS
         if self.ranks > 1:
-            near = Cut(1, 0) if config.ranks.gather == "none" else None
-            peers = Peers(Cut(self.ranks, 0), self.ranks, near=near)
+            near = RankPartition(1, 0) if config.ranks.gather == "none" else None
+            peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near)
         return make_plan(
             found.units,
-            Terms(config, self.device, self.optimizer, self._passes(config)),
+            OffloadArguments(config, self.device, self.optimizer, self._passes(config)),
             can_recompute=bool(getattr(self.model, "supports_gradient_checkpointing", False)),
             sites=found.sites,
             peers=peers,
@@ -183,7 +183,7 @@ class Scenario:
         layers = {name: getattr(module, "tiles", None) for name, module in self.model.named_modules()}
         return {name: len(tiles) for name, tiles in layers.items() if isinstance(tiles, list)}
 
-    def _batch(self, config: SwapConfig) -> Batch:
+    def _batch(self, config: SwapConfig) -> BatchShape:
         """Return the batch of a step for a swap config.
 
         If `config` says `vertical: true` and the scenario's own swap config does not, all micro-batches of a step are
@@ -197,13 +197,13 @@ class Scenario:
         batch = self._batch(config)
         return batch.passes if config.vertical else batch.count
 
-    def _work(self, plan: Plan, config: SwapConfig, batch: Batch) -> Work:
+    def _work(self, plan: Plan, config: SwapConfig, batch: BatchShape) -> StepWork:
         return work_of(
             self._shape, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical
         )
 
     @cached_property
-    def _shape(self) -> Shape:
+    def _shape(self) -> ModelShape:
         return shape_of(self.model)
 
     @cached_property
@@ -216,11 +216,11 @@ class Scenario:
             self._discoveries[key] = discover(self.model, *key)
         return self._discoveries[key]
 
-    def largest_batch(self, outcome: Outcome) -> int:
+    def largest_batch(self, outcome: PlanOutcome) -> int:
         """Return the maximum number of sequences in a micro-batch whose activations fit. This may be 0."""
         return self.most_tokens(outcome) // self.batch.length
 
-    def most_tokens(self, outcome: Outcome) -> int:
+    def most_tokens(self, outcome: PlanOutcome) -> int:
         """Return the maximum number of tokens in a micro-batch whose activations fit."""
 
         def fits(tokens: int) -> bool:
@@ -235,7 +235,7 @@ class Scenario:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def roomier(self, outcome: Outcome) -> Iterator[Mapping[str, Any]]:
+    def roomier(self, outcome: PlanOutcome) -> Iterator[Mapping[str, Any]]:
         """Yield changes of one key of the swap config after which the activations fit.
 
         The possible changes are a larger memory.device, up to the device's memory, and recomputation of activations.
@@ -249,7 +249,7 @@ class Scenario:
             fits = (changes for changes, outcome in found if outcome is not None and outcome.activations_fit)
             yield from itertools.islice(fits, 1)
 
-    def _with(self, changes: Mapping[str, Any]) -> Outcome | None:
+    def _with(self, changes: Mapping[str, Any]) -> PlanOutcome | None:
         """Return the outcome with these changes.
 
         If the model does not fit or the changed swap config is invalid, return None.
@@ -259,7 +259,7 @@ class Scenario:
         except (PlanError, ConfigError):
             return None
 
-    def fits_if(self) -> Alternative | None:
+    def fits_if(self) -> AlternativeConfig | None:
         """Return the first change with which the model and its activations fit; None if no change helps.
 
         Changes that do not affect the computation are tried first.
@@ -268,7 +268,7 @@ class Scenario:
         for changes in ({**memory, **more} for more in ({}, *self._changes_to_fit())):
             found = self._with(changes) if changes else None
             if found is not None and found.activations_fit:
-                return Alternative(changes, found)
+                return AlternativeConfig(changes, found)
         return None
 
     def _memory_within(self) -> Mapping[str, Any]:
@@ -291,7 +291,7 @@ class Scenario:
         yield auto | {"activations": "recompute"}
         yield auto | {"moments": "int8"}
 
-    def alternatives(self, outcome: Outcome) -> list[Alternative]:
+    def alternatives(self, outcome: PlanOutcome) -> list[AlternativeConfig]:
         """Return at most three swap configs of `choices` that are faster than this swap config.
 
         The fastest comes first.
@@ -303,7 +303,7 @@ class Scenario:
         for changes in self.choices():
             other = self._with(changes)
             if other and other.prediction.seconds <= (1 - GAIN_MIN) * before and other.activations_fit:
-                found.append(Alternative(changes, other))
+                found.append(AlternativeConfig(changes, other))
         found.sort(key=lambda each: (round(each.outcome.prediction.seconds, 6), len(each.changes)))
         return _without_idle_changes(found)[:_ALTERNATIVES]
 
@@ -333,12 +333,12 @@ class Scenario:
         return any(not parameter.requires_grad and parameter.dim() > 1 for parameter in self.model.parameters())
 
 
-def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
+def _without_idle_changes(found: list[AlternativeConfig]) -> list[AlternativeConfig]:
     """Return the alternatives without those that have unnecessary changes.
 
     An alternative has unnecessary changes if it has all changes of an earlier alternative, and others.
     """
-    kept: list[Alternative] = []
+    kept: list[AlternativeConfig] = []
     for each in found:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
             kept.append(each)
@@ -380,7 +380,7 @@ def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any
     return values
 
 
-def compute_tokens(outcome: Outcome) -> float | None:
+def compute_tokens(outcome: PlanOutcome) -> float | None:
     """Return the number of tokens per step above which computing is the bottleneck. If it never is, return None."""
     busy, compute = outcome.prediction.busy, outcome.prediction.compute_s
     if not compute:

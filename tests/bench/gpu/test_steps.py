@@ -15,7 +15,7 @@ from peers.workload import Job
 from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import Terms
+from infinity.state.terms import OffloadArguments
 
 TINY = replace(LLAMA, layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocabulary=256)
 TINY = replace(TINY, batch=1, tokens=32, recompute=False)
@@ -41,7 +41,7 @@ def test_every_contender_has_a_plan_at_full_size(tmp_path: Path) -> None:
     slots = {}
     for name in CONTENDERS[1:]:
         config = load_config(config_of(name, LLAMA) | {"nvme": {"paths": [str(tmp_path)]}})
-        plan = make_plan(discover(model).units, Terms(config, torch.device("cuda")), can_recompute=True)
+        plan = make_plan(discover(model).units, OffloadArguments(config, torch.device("cuda")), can_recompute=True)
         assert f"{plan.placement.weights.tier}-{plan.placement.optimizer.tier}" == name.removesuffix("-tight")
         assert plan.layout.swap.nbytes < 40 << 30
         assert plan.layout.arena.nbytes < 40 << 30

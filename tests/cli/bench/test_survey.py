@@ -17,8 +17,8 @@ from infinity import _native
 from infinity.cli.bench import main as entry
 from infinity.cli.bench import scratch as scratch_module
 from infinity.cli.bench.main import main
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.cli.bench.scratch import ScratchFile
+from infinity.cli.bench.workload import Workload, WorkloadRunner, verify
 from infinity.config import load_config
 from infinity.errors import BenchError
 from infinity.io.disk_profile import profile_of
@@ -121,15 +121,15 @@ def test_settled_means_three_minutes_within_five_percent(rates: list[float], out
 
 @pytest.mark.parametrize("kind", ["flip", "stale", "misdirect"])
 def test_data_that_come_back_changed_are_an_error(kind: str, tmp_path: Path) -> None:
-    with Scratch(tmp_path, 16 << 20) as scratch:
+    with ScratchFile(tmp_path, 16 << 20) as scratch:
         fault = _native.Fault(3, kind)  # type: ignore[arg-type]
         with pytest.raises(BenchError, match="WRONG DATA.*differ from the data written"):
             verify(scratch, [fault])
 
 
 def test_a_timed_read_of_wrong_data_is_an_error_too(tmp_path: Path) -> None:
-    with Scratch(tmp_path, 16 << 20) as scratch:
-        rig = Rig(scratch, 16 << 20)
+    with ScratchFile(tmp_path, 16 << 20) as scratch:
+        rig = WorkloadRunner(scratch, 16 << 20)
         rig.fill()
         with open(scratch.open_path, "r+b") as raw:
             raw.seek(5 * 4096 + 17)
@@ -230,8 +230,8 @@ def test_some_space_stays_free(total: int, kept: int, tmp_path: Path, monkeypatc
     usage = SimpleNamespace(total=total, free=free)
     monkeypatch.setattr(scratch_module.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(BenchError, match="set --size to at most 48.00 MiB"):
-        Scratch(tmp_path, 512 << 20)
-    Scratch(tmp_path, 48 << 20).close()
+        ScratchFile(tmp_path, 512 << 20)
+    ScratchFile(tmp_path, 48 << 20).close()
 
 
 # ---------------------------------------------------------------------------------------------------------- cleaning up

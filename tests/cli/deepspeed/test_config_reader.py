@@ -18,7 +18,7 @@ import infinity
 from infinity.cli.deepspeed.config_reader import FILE_BYTES_MAX, read
 from infinity.cli.deepspeed.conversion import convert
 from infinity.cli.deepspeed.conversion_report import report, swap_text
-from infinity.cli.deepspeed.keys import LOST, Fate
+from infinity.cli.deepspeed.keys import LOST, KeyTreatment
 from infinity.cli.finetune_options import build_finetune_parser
 from infinity.config import load_config
 from infinity.errors import ConfigError
@@ -49,10 +49,10 @@ def test_accelerates_names_are_deepspeeds(tmp_path: Path) -> None:
     )
     assert lines(path) == {"weights": "host", "optimizer": "nvme", "nvme.paths": [str(tmp_path)]}
     found = fates(convert(read(path)))
-    assert found["deepspeed_config.offload_param_device"] is Fate.MAPPED
-    assert found["deepspeed_config.zero_stage"] is Fate.NOT_NEEDED
-    assert found["deepspeed_config.offload_param_nvme_path"] is Fate.NOT_NEEDED
-    assert found["mixed_precision"] is Fate.SCRIPT
+    assert found["deepspeed_config.offload_param_device"] is KeyTreatment.MAPPED
+    assert found["deepspeed_config.zero_stage"] is KeyTreatment.NOT_NEEDED
+    assert found["deepspeed_config.offload_param_nvme_path"] is KeyTreatment.NOT_NEEDED
+    assert found["mixed_precision"] is KeyTreatment.SCRIPT
 
 
 def test_without_a_stage_accelerate_means_2_and_deepspeed_0(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_accelerate_fills_in_only_what_the_deepspeed_config_leaves_open(tmp_path
     found = {finding.shown: finding for finding in convert(read(path)).findings}
     assert found["deepspeed_config.gradient_clipping"].value == "0.5"
     assert "gradient_clipping" not in found
-    assert found["deepspeed_config.zero_stage"].fate is Fate.NOT_NEEDED
+    assert found["deepspeed_config.zero_stage"].fate is KeyTreatment.NOT_NEEDED
     assert found["zero_optimization.stage"].value == "3"
     assert lines(path)["weights"] == "host"
 
@@ -91,7 +91,7 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
     ):
         conversion = converted(values, tmp_path)
         assert {line.key: line.value for line in conversion.lines}["nvme.queue_depth"] == 16
-        assert fates(conversion)["zero_optimization.aio.queue_depth"] is Fate.NOT_NEEDED
+        assert fates(conversion)["zero_optimization.aio.queue_depth"] is KeyTreatment.NOT_NEEDED
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_config_of_fsdp_becomes_a_swap_config_and_all_of_its_keys_are_known(
     found = {line.key: line.value for line in conversion.lines}
     assert (found.pop("weights"), found.pop("optimizer")) == (tier, tier)
     assert found == ({"activations": "auto"} if values.get("activation_checkpointing") else {})
-    assert not conversion.of(Fate.UNKNOWN, *LOST)
+    assert not conversion.of(KeyTreatment.UNKNOWN, *LOST)
     load_config(parse_yaml(swap_text(conversion, read(path))))
 
 
@@ -199,7 +199,7 @@ def test_optimizers_that_compress_gradients_are_named_with_what_to_take(tmp_path
     params |= {"local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl", "freeze_step": 100}
     for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
         conversion = converted({"optimizer": {"type": kind, "params": params | {"max_coeff": 10.0}}}, tmp_path)
-        assert not conversion.of(Fate.UNKNOWN)
+        assert not conversion.of(KeyTreatment.UNKNOWN)
         (says,) = (each.says for each in conversion.findings if each.shown == "optimizer.type")
         ours, theirs = says.partition("--optimizer ")[2].split(")")[0], says.partition("optim ")[2].split(" ")[0]
         assert build_finetune_parser().parse_args(["--optimizer", ours]).optimizer == "adamw"

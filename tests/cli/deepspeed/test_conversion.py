@@ -12,9 +12,9 @@ import yaml
 
 import infinity
 from infinity.cli.deepspeed.config_reader import read
-from infinity.cli.deepspeed.conversion import HINTS_MAX, Conversion, convert, said, whole_number
+from infinity.cli.deepspeed.conversion import HINTS_MAX, ConfigConversion, convert, said, whole_number
 from infinity.cli.deepspeed.conversion_report import swap_text, values_of
-from infinity.cli.deepspeed.keys import LOST, Fate
+from infinity.cli.deepspeed.keys import LOST, KeyTreatment
 from infinity.errors import ConfigError
 from tests.cli.deepspeed.public import NVME, PUBLIC, Public
 from tests.models import llama
@@ -29,15 +29,15 @@ def written(values: Any, directory: Path, name: str = "ds_config.json") -> Path:
     return path
 
 
-def converted(values: Any, directory: Path, name: str = "ds_config.json") -> Conversion:
+def converted(values: Any, directory: Path, name: str = "ds_config.json") -> ConfigConversion:
     return convert(read(written(values, directory, name)))
 
 
-def fates(conversion: Conversion) -> dict[str, Fate]:
+def fates(conversion: ConfigConversion) -> dict[str, KeyTreatment]:
     return {finding.shown: finding.fate for finding in conversion.findings}
 
 
-def leaves(values: Any, conversion: Conversion, prefix: str = "") -> list[str]:
+def leaves(values: Any, conversion: ConfigConversion, prefix: str = "") -> list[str]:
     """Return the keys of a config, down to those whose value was converted as a whole."""
     found = {finding.shown for finding in conversion.findings}
     keys: list[str] = []
@@ -64,7 +64,7 @@ def test_each_key_of_a_public_config_has_one_fate_and_what_is_lost_is_exactly_th
     conversion = convert(read(file_of(public, tmp_path)))
     assert sorted(finding.shown for finding in conversion.findings) == sorted(leaves(public.values, conversion))
     assert tuple(finding.shown for finding in conversion.of(*LOST)) == public.lost
-    assert tuple(finding.shown for finding in conversion.of(Fate.UNKNOWN)) == public.unknown
+    assert tuple(finding.shown for finding in conversion.of(KeyTreatment.UNKNOWN)) == public.unknown
     lines = {line.key: line.value for line in conversion.lines}
     paths = {"nvme.paths": [str(tmp_path / "swap")]} if "nvme" in (public.weights, public.optimizer) else {}
     assert lines == {"weights": public.weights, "optimizer": public.optimizer} | paths | dict(public.also)
@@ -126,49 +126,49 @@ def test_findings_come_in_the_order_of_their_importance(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "key", "fate"),
     [
-        ({"flops_profiler": {"enabled": False}}, "flops_profiler", Fate.NOT_NEEDED),
-        ({"flops_profiler": {}}, "flops_profiler", Fate.NOT_NEEDED),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler", Fate.WATCHING),
-        ({"data_efficiency": {"enabled": True, "seed": 1}}, "data_efficiency", Fate.TRAINING),
-        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", Fate.TRAINING),
-        ({"tensorboard": {"enabled": True}}, "tensorboard", Fate.SCRIPT),
-        ({"tensorboard": {"enabled": False}}, "tensorboard", Fate.NOT_NEEDED),
-        ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", Fate.NOT_NEEDED),
-        ({"fp16": {"enabled": True, "loss_scale": 8}}, "fp16.loss_scale", Fate.SCRIPT),
+        ({"flops_profiler": {"enabled": False}}, "flops_profiler", KeyTreatment.NOT_NEEDED),
+        ({"flops_profiler": {}}, "flops_profiler", KeyTreatment.NOT_NEEDED),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler", KeyTreatment.WATCHING),
+        ({"data_efficiency": {"enabled": True, "seed": 1}}, "data_efficiency", KeyTreatment.TRAINING),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention", KeyTreatment.TRAINING),
+        ({"tensorboard": {"enabled": True}}, "tensorboard", KeyTreatment.SCRIPT),
+        ({"tensorboard": {"enabled": False}}, "tensorboard", KeyTreatment.NOT_NEEDED),
+        ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", KeyTreatment.NOT_NEEDED),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "fp16.loss_scale", KeyTreatment.SCRIPT),
         (
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
             "fp16.fp16_master_weights_and_grads",
-            Fate.COST,
+            KeyTreatment.COST,
         ),
-        ({"gradient_clipping": 0}, "gradient_clipping", Fate.SCRIPT),
-        ({"gradient_clipping": "auto"}, "gradient_clipping", Fate.SCRIPT),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", Fate.TRAINING),
-        ({"optimizer": {"type": "Adam"}}, "optimizer.type", Fate.SCRIPT),
-        ({"optimizer": {"type": "Muon", "params": {"muon_lr": 1}}}, "optimizer.params.muon_lr", Fate.UNKNOWN),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", Fate.TRAINING),
+        ({"gradient_clipping": 0}, "gradient_clipping", KeyTreatment.SCRIPT),
+        ({"gradient_clipping": "auto"}, "gradient_clipping", KeyTreatment.SCRIPT),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type", KeyTreatment.TRAINING),
+        ({"optimizer": {"type": "Adam"}}, "optimizer.type", KeyTreatment.SCRIPT),
+        ({"optimizer": {"type": "Muon", "params": {"muon_lr": 1}}}, "optimizer.params.muon_lr", KeyTreatment.UNKNOWN),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type", KeyTreatment.TRAINING),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6}}},
             "scheduler.params.warmup_min_lr",
-            Fate.TRAINING,
+            KeyTreatment.TRAINING,
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0}}},
             "scheduler.params.warmup_min_lr",
-            Fate.NOT_NEEDED,
+            KeyTreatment.NOT_NEEDED,
         ),
-        ({"zero_optimization": {"mics_shard_size": -1}}, "zero_optimization.mics_shard_size", Fate.NOT_NEEDED),
-        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size", Fate.COST),
-        ({"zero_optimization": {}}, "zero_optimization", Fate.NOT_NEEDED),
-        ({"zero_optimization": None}, "zero_optimization", Fate.NOT_NEEDED),
-        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", Fate.MAPPED),
-        ({"zero_optimization": True}, "zero_optimization", Fate.MAPPED),
-        ({"zero_optimization": {"offload_param": None}}, "zero_optimization.offload_param", Fate.NOT_NEEDED),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown", Fate.SCRIPT),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", Fate.TRAINING),
-        ({"steps_per_print": 1, "_note": "mine"}, "_note", Fate.NOT_NEEDED),
+        ({"zero_optimization": {"mics_shard_size": -1}}, "zero_optimization.mics_shard_size", KeyTreatment.NOT_NEEDED),
+        ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size", KeyTreatment.COST),
+        ({"zero_optimization": {}}, "zero_optimization", KeyTreatment.NOT_NEEDED),
+        ({"zero_optimization": None}, "zero_optimization", KeyTreatment.NOT_NEEDED),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage", KeyTreatment.MAPPED),
+        ({"zero_optimization": True}, "zero_optimization", KeyTreatment.MAPPED),
+        ({"zero_optimization": {"offload_param": None}}, "zero_optimization.offload_param", KeyTreatment.NOT_NEEDED),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown", KeyTreatment.SCRIPT),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", KeyTreatment.TRAINING),
+        ({"steps_per_print": 1, "_note": "mine"}, "_note", KeyTreatment.NOT_NEEDED),
     ],
 )
-def test_a_key_that_is_off_is_not_lost(values: Any, key: str, fate: Fate, tmp_path: Path) -> None:
+def test_a_key_that_is_off_is_not_lost(values: Any, key: str, fate: KeyTreatment, tmp_path: Path) -> None:
     assert fates(converted(values, tmp_path))[key] is fate
 
 
@@ -178,7 +178,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
         "gradient_cliping": 1,
         "zzz": 1,
     }
-    said = {finding.shown: finding.says for finding in converted(values, tmp_path).of(Fate.UNKNOWN)}
+    said = {finding.shown: finding.says for finding in converted(values, tmp_path).of(KeyTreatment.UNKNOWN)}
     assert said == {
         "zero_optimization.stage3_param_persitance_threshold": (
             "did you mean zero_optimization.stage3_param_persistence_threshold?"
@@ -211,7 +211,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
     ],
 )
 def test_a_misspelled_section_is_named_with_the_section(values: Any, key: str, near: str, tmp_path: Path) -> None:
-    (finding,) = converted({"steps_per_print": 1} | values, tmp_path).of(Fate.UNKNOWN)
+    (finding,) = converted({"steps_per_print": 1} | values, tmp_path).of(KeyTreatment.UNKNOWN)
     assert finding.shown == key
     assert finding.says == f"did you mean {near}?"
 
@@ -223,7 +223,7 @@ def test_a_file_with_nothing_but_a_misspelled_section_is_told_its_name(tmp_path:
 
 def test_of_very_many_unknown_keys_only_the_first_have_a_hint(tmp_path: Path) -> None:
     values = {"steps_per_print": 1} | {f"train_batch_siz{number}": 1 for number in range(HINTS_MAX + 10)}
-    unknown = converted(values, tmp_path).of(Fate.UNKNOWN)
+    unknown = converted(values, tmp_path).of(KeyTreatment.UNKNOWN)
     assert [bool(finding.says) for finding in unknown] == [True] * HINTS_MAX + [False] * 10
 
 
@@ -332,8 +332,8 @@ def test_a_path_that_nothing_is_offloaded_to_is_left_out(tmp_path: Path) -> None
     values = zero(stage=3, offload_param={"device": "cpu", "nvme_path": "/local_nvme"}) | {"aio": {"block_size": 4096}}
     assert lines(values, tmp_path) == {"weights": "host", "optimizer": "auto"}
     found = fates(converted(values, tmp_path))
-    assert found[f"{ZERO}.offload_param.nvme_path"] is Fate.NOT_NEEDED
-    assert found["aio.block_size"] is Fate.NOT_NEEDED
+    assert found[f"{ZERO}.offload_param.nvme_path"] is KeyTreatment.NOT_NEEDED
+    assert found["aio.block_size"] is KeyTreatment.NOT_NEEDED
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_of_the_disks_what_is_not_a_default_is_taken_over(aio: Any, expected: An
     assert {key: value for key, value in got.items() if key in ("nvme.block", "nvme.queue_depth")} == expected
     inside = zero(stage=3, offload_param=disk, aio=aio)  # where several guides put it
     assert lines(inside, tmp_path) == got
-    assert not converted(inside, tmp_path).of(Fate.UNKNOWN)
+    assert not converted(inside, tmp_path).of(KeyTreatment.UNKNOWN)
 
 
 # -- ranks and forms ---------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_other_keys_become_a_line(values: Any, line: tuple[str, str], tmp_path: 
 )
 def test_where_they_do_nothing_there_is_no_line(values: Any, tmp_path: Path) -> None:
     assert lines(values, tmp_path) == {"weights": "auto", "optimizer": "auto"}
-    assert not converted(values, tmp_path).of(Fate.MAPPED)
+    assert not converted(values, tmp_path).of(KeyTreatment.MAPPED)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
-from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, ROWS, SECTIONS, Fate, Key
+from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, ROWS, SECTIONS, DeepSpeedKey, KeyTreatment
 from infinity.cli.finetune_options import build_finetune_parser
 from infinity.cli.optimizers import _BETAS, _HAVE_EPS
 from infinity.config import SwapConfig, _known_keys, load_config
@@ -24,8 +24,8 @@ def test_a_key_is_no_section_so_that_its_value_is_taken_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("key", ALL, ids=lambda key: key.name)
-def test_each_key_says_what_its_fate_needs(key: Key) -> None:
-    if key.fate is Fate.MAPPED:
+def test_each_key_says_what_its_fate_needs(key: DeepSpeedKey) -> None:
+    if key.fate is KeyTreatment.MAPPED:
         assert set(key.to.split(", ")) <= set(_known_keys(SwapConfig))
         assert key.says
         for name in key.to.split(", "):
@@ -33,12 +33,12 @@ def test_each_key_says_what_its_fate_needs(key: Key) -> None:
                 paths = {"nvme": {"paths": ["/tmp"]}} if value == "nvme" else {}
                 section, _, last = name.rpartition(".")
                 load_config(({section: {last: value}} if section else {last: value}) | paths)
-    elif key.fate is Fate.SCRIPT:
+    elif key.fate is KeyTreatment.SCRIPT:
         options = {name for action in build_finetune_parser()._actions for name in action.option_strings}
         assert {part.split()[0] for part in key.to.split(", ") if part} <= options
         assert key.to or key.trainer or key.says
     else:
-        assert key.fate in (*LOST, Fate.NOT_NEEDED)
+        assert key.fate in (*LOST, KeyTreatment.NOT_NEEDED)
         assert key.says
     assert "|" not in key.says
     assert not key.says.endswith(".")

@@ -16,14 +16,14 @@ from transformers.training_args import OptimizerNames
 import infinity
 from infinity.cli.deepspeed.config_reader import read
 from infinity.cli.deepspeed.keys import KEYS
-from infinity.cli.deepspeed.training import Training, training_of
+from infinity.cli.deepspeed.training import TrainingSettings, training_of
 from infinity.cli.finetune_options import build_finetune_parser
 from tests.cli.deepspeed.public import PUBLIC, Public
 from tests.cli.deepspeed.test_conversion import by_source, file_of, written
 from tests.models import llama
 
 
-def training(values: Any, directory: Path) -> Training:
+def training(values: Any, directory: Path) -> TrainingSettings:
     return training_of(read(written({"zero_optimization": {"stage": 3}} | values, directory)))
 
 

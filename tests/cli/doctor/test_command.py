@@ -14,7 +14,7 @@ import yaml
 from infinity.cli import main
 from infinity.cli.doctor import command
 from infinity.cli.doctor.command import doctor, groups
-from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
 from infinity.config import SwapConfig
 from infinity.errors import InfinityError
 from tests.cli.test_main import ended
@@ -90,9 +90,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have the machine found like this."""
 
-    def give(*each: Row) -> None:
+    def give(*each: ProbeFinding) -> None:
         probes = [Probe("section", "what", lambda: list(each))]
-        monkeypatch.setattr(command, "groups", lambda config, paths, given: [Probes(probes, 60)])
+        monkeypatch.setattr(command, "groups", lambda config, paths, given: [ProbeGroup(probes, 60)])
 
     return give
 
@@ -102,7 +102,7 @@ def test_only_what_is_missing_is_a_failure(
     states: list[Any], code: int, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found(*(Row(state, "so") for state in states))
+    found(*(ProbeFinding(state, "so") for state in states))
     assert main.main(["doctor"]) == code
 
 

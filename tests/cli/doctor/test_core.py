@@ -10,7 +10,7 @@ import pytest
 
 from infinity import _native
 from infinity.cli.doctor.core import engine, instruction_set
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from tests.io.test_disks import write
 
 SECCOMP = "io_uring is not usable: the kernel refuses io_uring: Docker's default seccomp profile blocks it"
@@ -77,7 +77,7 @@ def test_a_core_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPat
 
 def test_io_uring_with_registered_buffers_is_good(opened: Any) -> None:
     opened(Engine("io_uring", "the kernel supports it"))
-    assert engine("auto") == Row("ok", "io_uring: the kernel supports it")
+    assert engine("auto") == ProbeFinding("ok", "io_uring: the kernel supports it")
 
 
 @pytest.mark.parametrize(

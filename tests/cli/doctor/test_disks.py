@@ -13,8 +13,8 @@ import pytest
 
 from infinity import _native
 from infinity.cli.doctor import disks
-from infinity.cli.doctor.disks import Disk, disk
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.disks import DiskProbes, disk
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.cli.doctor.subprocess_probes import look
 from infinity.cli.endurance import Endurance
 from infinity.io.disk_profile import DiskProfile, save_profile
@@ -60,8 +60,8 @@ def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
 
 
 def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
-    assert Disk(swap).directory() == Row("ok", "writable")
-    assert Disk(swap / "new").directory() == Row("ok", "the run will create the directory")
+    assert DiskProbes(swap).directory() == ProbeFinding("ok", "writable")
+    assert DiskProbes(swap / "new").directory() == ProbeFinding("ok", "the run will create the directory")
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -70,7 +70,7 @@ def test_a_directory_whose_parent_is_not_there_is_missing_and_nothing_is_made_on
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
     as_user(monkeypatch, *([swap] if writable else []))
-    looks = Disk(swap / "not mounted" / "x")
+    looks = DiskProbes(swap / "not mounted" / "x")
     found = looks.directory()
     assert (found.state, found.mend) == ("missing", "")
     assert found.finding.startswith("there is no directory")
@@ -81,19 +81,19 @@ def test_a_directory_that_only_root_may_make_is_missing_and_the_command_is_named
     swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_user(monkeypatch)
-    found = Disk(swap / "a b").directory()
+    found = DiskProbes(swap / "a b").directory()
     assert (found.state, found.mend) == ("missing", f"sudo install -d -o $USER '{swap / 'a b'}'")
 
 
 def test_a_directory_that_may_not_be_written_to_is_missing(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_user(monkeypatch)
-    found = Disk(swap).directory()
+    found = DiskProbes(swap).directory()
     assert (found.state, found.mend) == ("missing", f"sudo install -d -o $USER {swap}/infinity-swap")
 
 
 def test_a_file_in_the_place_of_a_directory_is_missing(swap: Path) -> None:
     (swap / "file").touch()
-    found = Disk(swap / "file").directory()
+    found = DiskProbes(swap / "file").directory()
     assert (found.state, found.mend) == ("missing", "")
 
 
@@ -119,7 +119,7 @@ def test_a_file_system_is_judged_by_its_kind_and_options(
         mounted(filesystem, options)
     if filesystem == "overlay":
         write(root, {".dockerenv": ""})
-    found = Disk(swap, root).filesystem()
+    found = DiskProbes(swap, root).filesystem()
     assert (found.state, found.mend) == (state, mend.format(swap=swap))
     assert found.finding.startswith(filesystem or "unknown")
 
@@ -128,16 +128,16 @@ def test_a_file_system_that_is_mounted_for_reading_is_missing(
     root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, mounted: Mounted
 ) -> None:
     mounted("ext4", "ro")
-    looks = Disk(swap, root)
-    monkeypatch.setattr(Disk, "_is_read_only", True)
-    assert looks.filesystem() == Row(
+    looks = DiskProbes(swap, root)
+    monkeypatch.setattr(DiskProbes, "_is_read_only", True)
+    assert looks.filesystem() == ProbeFinding(
         "missing", "ext4, mounted ro: the file system is read-only", f"sudo mount -o remount,rw {swap}"
     )
 
 
 def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Path, mounted: Mounted) -> None:
     mounted("cifs", "rw,username=anna,addr=10.0.0.1,password=secret", "//server/share")
-    said = Disk(swap, root).filesystem().finding
+    said = DiskProbes(swap, root).filesystem().finding
     assert "rw" in said
     for secret in ("anna", "10.0.0.1", "secret", "server"):
         assert secret not in said
@@ -166,7 +166,7 @@ def test_a_device_is_judged_by_its_kind(
     real = f"sys/devices/{below}/{name}"
     place(root, swap, real)
     write(root / real, files)
-    found = Disk(swap, root).device()
+    found = DiskProbes(swap, root).device()
     assert (found.state, said in found.finding) == (state, True), found
 
 
@@ -182,12 +182,12 @@ def test_a_file_system_without_a_device_is_judged_by_its_kind(
     filesystem: str, state: str, said: str, root: Path, swap: Path, mounted: Mounted
 ) -> None:
     mounted(filesystem)
-    found = Disk(swap, root).device()
+    found = DiskProbes(swap, root).device()
     assert (found.state, found.finding.startswith(said)) == (state, True), found
 
 
 def test_a_device_that_the_system_does_not_tell_is_unknown(root: Path, swap: Path) -> None:
-    assert Disk(swap, root).device().state == "unknown"
+    assert DiskProbes(swap, root).device().state == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_full_disk_is_slower_and_then_missing(
     free: int, state: str, root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = SimpleNamespace(f_blocks=1000 * GIB, f_frsize=1, f_bavail=free, f_bfree=free, f_flag=0)
-    looks = Disk(swap, root)
+    looks = DiskProbes(swap, root)
     monkeypatch.setattr(os, "statvfs", lambda path: info)
     assert looks.free().state == state
 
@@ -206,15 +206,15 @@ def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) ->
     real = nvme(root, "nvme0")
     write(root, {f"{real}/queue/scheduler": "none [bfq]"})
     place(root, swap, real)
-    looks = Disk(swap, root)
+    looks = DiskProbes(swap, root)
     found = looks.scheduler()
     assert (found.state, found.mend) == ("slower", "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler")
 
 
 def test_a_scheduler_that_is_fine_or_not_told_is_no_fault(root: Path, swap: Path) -> None:
-    assert Disk(swap, root).scheduler().state == "ok"
+    assert DiskProbes(swap, root).scheduler().state == "ok"
     place(root, swap, nvme(root, "nvme0"))
-    assert Disk(swap, root).scheduler() == Row("ok", "none")
+    assert DiskProbes(swap, root).scheduler() == ProbeFinding("ok", "none")
 
 
 # ------------------------------------------------------------------------------------------------ direct I/O
@@ -232,7 +232,7 @@ def test_direct_io_is_that_of_a_swap_file_and_nothing_is_left(
         return SimpleNamespace(direct=works, close=there[0].close)
 
     monkeypatch.setattr(_native, "File", file)
-    got = Disk(swap).direct()
+    got = DiskProbes(swap).direct()
     assert (got.state, got.finding.split(" ")[0]) == (("ok", "works") if works else ("slower", "does"))
     assert len(there) == 1
     assert list(swap.iterdir()) == []
@@ -243,7 +243,7 @@ def test_direct_io_in_a_directory_that_is_not_ours_is_unknown(
     number: int, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "File", refuse(number))
-    assert Disk(swap).direct().state == "unknown"
+    assert DiskProbes(swap).direct().state == "unknown"
 
 
 def test_a_disk_that_fails_is_an_unknown_row(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +264,12 @@ def refuse(number: int) -> Callable[..., None]:
 
 def test_a_disk_that_was_not_measured_names_the_command(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
-    found = Disk(swap).measured()
+    found = DiskProbes(swap).measured()
     assert (found.state, found.mend) == ("unknown", f"infinity-bench --path {swap}")
     new = swap / "new"
-    assert Disk(new).measured().mend == f"mkdir {new} && infinity-bench --path {new}"
+    assert DiskProbes(new).measured().mend == f"mkdir {new} && infinity-bench --path {new}"
     as_user(monkeypatch)
-    assert Disk(swap).measured().mend == ""
+    assert DiskProbes(swap).measured().mend == ""
 
 
 def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest
             measured="2026-11-21",
         ),
     )
-    assert Disk(swap / "new").measured() == Row(
+    assert DiskProbes(swap / "new").measured() == ProbeFinding(
         "ok", "3.00 GB/s reading, 2.00 overwriting, 2.50 both, measured 2026-11-21"
     )
 
@@ -304,7 +304,7 @@ def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(disks, "endurance_of", lambda device: told)
         monkeypatch.setattr(disks, "smartctl", lambda: program)
         monkeypatch.setattr(os, "geteuid", lambda: user)
-        return Disk(swap, root).wear()
+        return DiskProbes(swap, root).wear()
 
     return wear
 
@@ -333,7 +333,7 @@ def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
 
 def test_a_virtual_disk_tells_no_wear(root: Path, swap: Path) -> None:
     place(root, swap, "sys/devices/pci0000:00/virtio1/block/vda")
-    assert Disk(swap, root).wear() == Row("ok", "not checked for virtual disks")
+    assert DiskProbes(swap, root).wear() == ProbeFinding("ok", "not checked for virtual disks")
 
 
 def test_all_rows_are_there_and_nothing_is_left(swap: Path) -> None:

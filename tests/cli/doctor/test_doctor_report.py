@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text, verdict
-from infinity.cli.doctor.rows import Row, State
+from infinity.cli.doctor.rows import ProbeFinding, State
 
 
-def rows(*states: State) -> list[Row]:
-    return [Row(state, "found", "", f"row {at}", "section") for at, state in enumerate(states)]
+def rows(*states: State) -> list[ProbeFinding]:
+    return [ProbeFinding(state, "found", "", f"row {at}", "section") for at, state in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ def test_the_verdict_is_one_sentence(states: list[State], said: str, ready: bool
 
 
 def test_rows_of_one_section_stand_together() -> None:
-    mixed = [Row("ok", "", "", name, section) for section, name in ("b1", "a2", "b3")]
+    mixed = [ProbeFinding("ok", "", "", name, section) for section, name in ("b1", "a2", "b3")]
     assert [row.what for row in ordered(mixed)] == ["1", "3", "2"]
 
 
 def test_a_long_finding_is_wrapped_and_a_command_is_not() -> None:
-    row = Row("slower", "word " * 60, "command " * 30, "free space", "disk")
+    row = ProbeFinding("slower", "word " * 60, "command " * 30, "free space", "disk")
     lines = to_text([row], 80).splitlines()
     assert lines[2] == "disk"
     assert lines[3].startswith("  slower   free space            word word")
@@ -46,12 +46,12 @@ def test_a_long_finding_is_wrapped_and_a_command_is_not() -> None:
 
 
 def test_a_narrow_terminal_does_not_break_words() -> None:
-    row = Row("ok", "found", "", "a name that is longer than its column", "disk")
+    row = ProbeFinding("ok", "found", "", "a name that is longer than its column", "disk")
     assert "a name that is longer than its column found" in to_text([row], 5)
 
 
 def test_escape_sequences_of_names_are_spelled_out() -> None:
-    text = to_text([Row("ok", "\x1b]0;x\x07", "echo \x1b", "what", "disk /\x1b[2J")], 120)
+    text = to_text([ProbeFinding("ok", "\x1b]0;x\x07", "echo \x1b", "what", "disk /\x1b[2J")], 120)
     assert "\x1b" not in text
     assert "\\x1b" in text
 
@@ -87,7 +87,7 @@ def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monk
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(platform, "node", lambda: "box7")
     swap = Path("/swaps/its disk (eve)/a b")
-    said = to_issue([Row("missing", finding, "rm /home/eve/x", "what", f"disk {swap}")], [swap], "1.0", 200)
+    said = to_issue([ProbeFinding("missing", finding, "rm /home/eve/x", "what", f"disk {swap}")], [swap], "1.0", 200)
     assert "\ndisk SWAP_DIR_1\n" in said
     assert f"  missing  what                  {told}\n```" in said
     assert f"infinity 1.0 on Linux {platform.machine()}: not ready: 1 checks, 1 missing" in said

@@ -12,8 +12,8 @@ import torch
 from infinity.base import accelerator, c_runtime, pci
 from infinity.base.accelerator import DeviceFacts, TorchAccelerator
 from infinity.cli.doctor import gpu
-from infinity.cli.doctor.gpu import Copies, Gpus, measure
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.gpu import CopyMeasurement, GpuProbes, measure
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.config import SwapConfig
 from tests.base.test_pci import card, put
 from tests.bench.gpu import fake_cuda
@@ -58,10 +58,10 @@ def link(root: Path, most: str = "16.0 GT/s PCIe", now: str = "16.0 GT/s PCIe", 
 
 def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     none(has_runtime=False)
-    gpus = Gpus(SwapConfig(), tmp_path)
-    assert gpus.found() == [Row("ok", "none: the model computes on the CPU")]
+    gpus = GpuProbes(SwapConfig(), tmp_path)
+    assert gpus.found() == [ProbeFinding("ok", "none: the model computes on the CPU")]
     assert gpus.build().state == "ok"
-    assert gpus.entry_points() == gpus.copies() == [Row("ok", "no GPU is used")]
+    assert gpus.entry_points() == gpus.copies() == [ProbeFinding("ok", "no GPU is used")]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_without_a_gpu_budgets_that_ram_does_not_have_are_missing(
 ) -> None:
     none(has_runtime=False)
     write(tmp_path, {"sys/fs/cgroup/memory.max": str(64 << 20), "sys/fs/cgroup/memory.current": str(16 << 20)})
-    found = Gpus(SwapConfig.model_validate({"memory": memory}), tmp_path).found()[1:]
+    found = GpuProbes(SwapConfig.model_validate({"memory": memory}), tmp_path).found()[1:]
     assert [(row.state, row.what) for row in found] == ([("missing", "memory.device")] if said else [])
     for row in found:
         assert row.finding.startswith(said)
@@ -94,7 +94,7 @@ def test_a_torch_for_the_cpu_beside_a_gpu_is_the_wrong_one(
 ) -> None:
     none(has_runtime=False)
     card(tmp_path, vendor=vendor)
-    gpus = Gpus(SwapConfig(), tmp_path)
+    gpus = GpuProbes(SwapConfig(), tmp_path)
     assert (gpus.build().state, "--force-reinstall 'torch>=2.6'" in gpus.build().mend) == (state, mends)
     assert [row.state for row in gpus.found()] == ["unknown"]
 
@@ -114,7 +114,7 @@ def test_a_gpu_that_torch_does_not_find_is_missing_and_the_driver_is_the_cause(
     none(has_runtime=True, why="Found no NVIDIA driver on your system")
     card(tmp_path)
     write(tmp_path, files)
-    (found,) = Gpus(SwapConfig(), tmp_path).found()
+    (found,) = GpuProbes(SwapConfig(), tmp_path).found()
     assert (found.state, found.mend) == ("missing", mend)
     assert found.finding == f"NVIDIA at {ADDRESS}: Found no NVIDIA driver on your system"
 
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_hidden_makes_it_slower(
     none(has_runtime=True)
     card(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    (found,) = Gpus(SwapConfig(), tmp_path).found()
+    (found,) = GpuProbes(SwapConfig(), tmp_path).found()
     assert (found.state, found.mend) == ("slower", "unset CUDA_VISIBLE_DEVICES")
 
 
@@ -136,9 +136,9 @@ def test_a_gpu_that_is_hidden_makes_it_slower(
 def test_a_gpu_is_described_pinned_copied_to_and_called(fake: Fake, tmp_path: Path) -> None:
     card(tmp_path)
     link(tmp_path)
-    gpus = Gpus(SwapConfig(), tmp_path)
+    gpus = GpuProbes(SwapConfig(), tmp_path)
     assert gpus.found() == [
-        Row("ok", "FAST GPU, compute capability 9.0, 80.00 GiB, of which 79.00 GiB are free", what="cpu")
+        ProbeFinding("ok", "FAST GPU, compute capability 9.0, 80.00 GiB, of which 79.00 GiB are free", what="cpu")
     ]
     assert gpus.build().state == "ok"
     rows = [*gpus.entry_points(), *gpus.copies()]
@@ -149,7 +149,7 @@ def test_a_gpu_is_described_pinned_copied_to_and_called(fake: Fake, tmp_path: Pa
 
 def test_a_budget_of_the_device_that_is_not_free_is_missing(fake: Fake, tmp_path: Path) -> None:
     config = SwapConfig.model_validate({"memory": {"device": "80GiB"}})
-    (found,) = Gpus(config, tmp_path).found()
+    (found,) = GpuProbes(config, tmp_path).found()
     assert found.state == "missing"
     assert "memory.device is 80.00 GiB" in found.finding
 
@@ -158,7 +158,7 @@ def test_a_runtime_that_native_code_cannot_call_is_missing(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(c_runtime, "addresses", lambda names: None)
-    (found,) = Gpus(SwapConfig(), tmp_path).entry_points()
+    (found,) = GpuProbes(SwapConfig(), tmp_path).entry_points()
     assert found.state == "missing"
     assert "linked into torch's own libraries" in found.finding
     assert "pip install" in found.mend
@@ -167,7 +167,7 @@ def test_a_runtime_that_native_code_cannot_call_is_missing(
 def test_memory_that_cannot_be_pinned_is_slower(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {".dockerenv": ""})
     monkeypatch.setattr(fake.cudart, "cudaHostRegister", lambda *_: 2)
-    (copies,) = Gpus(SwapConfig(), tmp_path).copies()
+    (copies,) = GpuProbes(SwapConfig(), tmp_path).copies()
     assert (copies.state, copies.mend) == ("slower", "docker run --ulimit memlock=-1 …")
     assert "because memory cannot be pinned: " in copies.finding
     assert "refused 64.00 MiB" in copies.finding
@@ -186,9 +186,9 @@ def test_a_link_that_could_be_faster_is_slower(
     most: str, now: str, lanes: str, state: str, said: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link(tmp_path, most, now, lanes)
-    copied = Copies("", 50e9, 50e9, pci.link(ADDRESS, "current", tmp_path))
+    copied = CopyMeasurement("", 50e9, 50e9, pci.link(ADDRESS, "current", tmp_path))
     monkeypatch.setattr(gpu, "measure", lambda *_: copied)
-    (found,) = Gpus(SwapConfig(), tmp_path).copies()
+    (found,) = GpuProbes(SwapConfig(), tmp_path).copies()
     assert found.state == state
     assert said in found.finding
 
@@ -198,8 +198,10 @@ def test_copies_at_less_than_half_of_the_link_are_slow(
     rate: float, state: str, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link(tmp_path)
-    monkeypatch.setattr(gpu, "measure", lambda *_: Copies("", 25e9, rate, pci.link(ADDRESS, "current", tmp_path)))
-    (found,) = Gpus(SwapConfig(), tmp_path).copies()
+    monkeypatch.setattr(
+        gpu, "measure", lambda *_: CopyMeasurement("", 25e9, rate, pci.link(ADDRESS, "current", tmp_path))
+    )
+    (found,) = GpuProbes(SwapConfig(), tmp_path).copies()
     assert found.state == state
     assert found.finding.startswith(f"25.0 GB/s up, {rate / 1e9:.1f} GB/s down")
 
@@ -219,5 +221,5 @@ def test_a_gpu_whose_place_torch_does_not_tell_has_a_link_that_is_not_told(
 ) -> None:
     monkeypatch.setattr(accelerator, "describe", lambda device: DeviceFacts("GPU", 1, 1, "x", ""))
     link(tmp_path)
-    (found,) = Gpus(SwapConfig(), tmp_path).copies()
+    (found,) = GpuProbes(SwapConfig(), tmp_path).copies()
     assert (found.state, "does not report" in found.finding) == ("ok", True)

@@ -10,7 +10,7 @@ import pytest
 
 from infinity.cli.doctor import machine
 from infinity.cli.doctor.machine import container, io_limit, node_processors, numa, shared, threads
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.config import SwapConfig
 from tests.base.test_pci import card
 from tests.io.test_disks import nvme, place, write
@@ -75,10 +75,10 @@ def test_no_shared_memory_is_slower(root: Path) -> None:
 
 
 def test_a_control_group_that_holds_disks_back_is_slower(root: Path) -> None:
-    assert io_limit(root) == Row("ok", "none")
+    assert io_limit(root) == ProbeFinding("ok", "none")
     files = {"proc/self/cgroup": "0::/jobs/one", "sys/fs/cgroup/jobs/one/io.max": "259:0 rbps=1000 wbps=max"}
     write(root, files)
-    assert io_limit(root) == Row("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max")
+    assert io_limit(root) == ProbeFinding("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max")
 
 
 def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
@@ -92,7 +92,7 @@ def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
 
 
 def test_one_node_has_everything(root: Path, tmp_path: Path) -> None:
-    assert numa([tmp_path], root) == Row("ok", "there is only one node")
+    assert numa([tmp_path], root) == ProbeFinding("ok", "there is only one node")
 
 
 def test_nodes_have_their_processors(root: Path) -> None:

@@ -13,46 +13,46 @@ import pytest
 
 from infinity.cli.doctor import subprocess_probes
 from infinity.cli.doctor.command import _terminate
-from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
 from infinity.cli.doctor.subprocess_probes import ends, look, new_name
 from tests.processes import Forked
 
 LONG_S = 60
 
 
-def good() -> Row:
-    return Row("ok", "well")
+def good() -> ProbeFinding:
+    return ProbeFinding("ok", "well")
 
 
-def fails() -> Row:
+def fails() -> ProbeFinding:
     raise RuntimeError("two\nlines")
 
 
-def hangs() -> Row:
+def hangs() -> ProbeFinding:
     signal.pause()
     return good()
 
 
-def crashes() -> Row:
+def crashes() -> ProbeFinding:
     os.kill(os.getpid(), signal.SIGKILL)
     return hangs()
 
 
-def group(*looks: Any, limit_s: float = LONG_S, leaves: Path | None = None) -> Probes:
-    return Probes([Probe("section", f"probe {at}", each) for at, each in enumerate(looks)], limit_s, leaves)
+def group(*looks: Any, limit_s: float = LONG_S, leaves: Path | None = None) -> ProbeGroup:
+    return ProbeGroup([Probe("section", f"probe {at}", each) for at, each in enumerate(looks)], limit_s, leaves)
 
 
-def states(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def states(rows: Sequence[ProbeFinding]) -> list[tuple[str, str]]:
     return [(row.state, row.finding) for row in rows]
 
 
 def test_rows_come_in_order_from_all_processes() -> None:
-    def several() -> list[Row]:
-        return [Row("ok", "a", what="first"), Row("slower", "b", "mend it", what="second")]
+    def several() -> list[ProbeFinding]:
+        return [ProbeFinding("ok", "a", what="first"), ProbeFinding("slower", "b", "mend it", what="second")]
 
-    rows = look([group(good, several), group(good), Probes([], LONG_S)])
+    rows = look([group(good, several), group(good), ProbeGroup([], LONG_S)])
     assert [row.what for row in rows] == ["probe 0", "first", "second", "probe 0"]
-    assert rows[2] == Row("slower", "b", "mend it", "second", "section")
+    assert rows[2] == ProbeFinding("slower", "b", "mend it", "second", "section")
 
 
 def test_an_error_is_an_unknown_row_and_the_next_probe_goes_on() -> None:
@@ -91,7 +91,7 @@ def test_a_process_that_does_not_die_is_left_and_its_file_is_named(
 def test_the_file_of_a_process_that_was_ended_is_removed(tmp_path: Path) -> None:
     left = new_name(tmp_path)
 
-    def leaves() -> Row:
+    def leaves() -> ProbeFinding:
         left.touch()
         return hangs()
 
@@ -100,7 +100,7 @@ def test_the_file_of_a_process_that_was_ended_is_removed(tmp_path: Path) -> None
 
 
 def test_nothing_that_a_probe_prints_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    def prints() -> Row:
+    def prints() -> ProbeFinding:
         os.write(1, b"out")
         os.write(2, b"err")
         return good()
@@ -121,7 +121,7 @@ def children() -> list[str]:
 
 
 def test_a_large_answer_is_taken_whole() -> None:
-    (row,) = look([group(lambda: Row("ok", "x" * 3000))])
+    (row,) = look([group(lambda: ProbeFinding("ok", "x" * 3000))])
     assert len(row.finding) == 3000
 
 
@@ -136,17 +136,17 @@ def _is_asked_to_end(left: Path, begun: Path) -> int:
     os.setsid()
     signal.signal(signal.SIGTERM, _terminate)
 
-    def leaves() -> Row:
+    def leaves() -> ProbeFinding:
         left.touch()
         signal.pause()
         return good()
 
-    def begins() -> Row:
+    def begins() -> ProbeFinding:
         begun.touch()
         return good()
 
     try:
-        look([Probes([Probe("a", "b", leaves)], LONG_S, left), Probes([Probe("a", "c", begins)], LONG_S)])
+        look([ProbeGroup([Probe("a", "b", leaves)], LONG_S, left), ProbeGroup([Probe("a", "c", begins)], LONG_S)])
     except KeyboardInterrupt:
         return 77
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.doctor import fixes, versions
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.cli.doctor.versions import imported, infinity_version, optional, required, system
 
 REQUIRES = ["torch>=2.6", "numpy>=1.26", "transformers>=4.56", 'peft>=0.21; extra == "hf"']
@@ -33,8 +33,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_versions_within_their_ranges_are_good(installed: dict[str, str]) -> None:
-    assert required() == Row("ok", "torch 2.7.1+cu128, numpy 2.0, transformers 5.0")
-    assert optional() == Row("ok", "peft 0.22")
+    assert required() == ProbeFinding("ok", "torch 2.7.1+cu128, numpy 2.0, transformers 5.0")
+    assert optional() == ProbeFinding("ok", "peft 0.22")
 
 
 def test_required_libraries_that_are_too_old_or_not_there_are_missing(installed: dict[str, str]) -> None:
@@ -52,12 +52,12 @@ def test_an_optional_library_may_be_missing_and_should_not_be_old(installed: dic
     assert (found.state, found.finding) == ("slower", "peft 0.1 (needed: >=0.21)")
     assert found.mend == "python -m pip install --upgrade 'peft>=0.21'"
     del installed["peft"]
-    assert optional() == Row("ok", "none")
+    assert optional() == ProbeFinding("ok", "none")
 
 
 def test_infinity_is_what_a_script_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert imported() == Row("ok", "finds infinity")
+    assert imported() == ProbeFinding("ok", "finds infinity")
 
 
 def test_another_infinity_that_a_script_would_import_is_missing(

@@ -10,7 +10,7 @@ import torch
 
 from infinity.base import accelerator
 from infinity.cli.default_dtype import default_dtype
-from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.rows import ProbeFinding
 from infinity.cli.doctor.with_torch import processor, with_torch
 from infinity.config import SwapConfig
 from tests.io.test_disks import write
@@ -44,13 +44,13 @@ def test_where_a_gpu_computes_the_processor_has_no_default_dtype(
 ) -> None:
     monkeypatch.setattr(accelerator, "current_device", lambda: torch.device("cuda"))
     write(tmp_path, {"proc/cpuinfo": "model name\t: Some CPU\nflags\t: avx2"})
-    assert processor(tmp_path) == Row("ok", "Some CPU")
+    assert processor(tmp_path) == ProbeFinding("ok", "Some CPU")
 
 
 def test_a_torch_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = with_torch(CONFIG).probes[0].look()
-    assert isinstance(found, Row)
+    assert isinstance(found, ProbeFinding)
     assert found.state == "missing"
     assert "--force-reinstall 'torch>=2.6'" in found.mend
 

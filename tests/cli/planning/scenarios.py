@@ -8,19 +8,19 @@ import torch
 
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
-from infinity.cli.planning.model import Batch, build
-from infinity.cli.planning.scenario import Scenario
+from infinity.cli.planning.model import BatchShape, build
+from infinity.cli.planning.scenario import PlanScenario
 from infinity.config import load_config
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 
 
-def scenario_of(model: str, machine: str, **config: Any) -> Scenario:
+def scenario_of(model: str, machine: str, **config: Any) -> PlanScenario:
     there = MACHINES[machine]
-    return Scenario(
+    return PlanScenario(
         model=build(model, torch.bfloat16),
         config=on_machine(there, load_config(config)),
         machine=there,
-        disks=Disks(there.disk_bytes),
+        disks=DiskLimits(there.disk_bytes),
         device=torch.device("cuda", 0),
-        batch=Batch(4, 2048),
+        batch=BatchShape(4, 2048),
     )

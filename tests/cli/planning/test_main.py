@@ -22,12 +22,12 @@ from infinity.cli.main import main
 from infinity.cli.planning import local_rates
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import _missing_here
-from infinity.cli.planning.model import Batch, adapt
+from infinity.cli.planning.model import BatchShape, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.io.disk_profile import save_profile
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from tests.cli.planning.scenarios import scenario_of
 from tests.io.test_store import measured
 
@@ -125,8 +125,8 @@ def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str
         machine=machine,
         device=torch.device("cpu"),
         config=load_config({"memory": budgets, "weights": "host", "optimizer": "host", "gradients": "host"}),
-        disks=Disks(0),
-        batch=Batch(1, 128),
+        disks=DiskLimits(0),
+        batch=BatchShape(1, 128),
     )
     with pytest.raises(
         PlanError, match=r"RAM, because memory.host is .* and this machine has 64\.00 GiB|memory.host is 60"
@@ -158,7 +158,7 @@ def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPa
 def test_a_change_that_fits_leaves_room_for_activations() -> None:
     small = scenario_of("llama-3-8b", "consumer", weights="host", optimizer="host")
     assert small.fits_if() is not None
-    assert replace(small, batch=Batch(512, 2048)).fits_if() is None
+    assert replace(small, batch=BatchShape(512, 2048)).fits_if() is None
 
 
 @pytest.mark.long(kept="only here a plan says that a layer runs in tiles")
@@ -173,7 +173,7 @@ def test_copies_of_all_weights_are_read_once_a_step() -> None:
     def moved(**ranks: Any) -> Any:
         config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "8GiB", "host": "1TiB"}}
         scenario = scenario_of("llama-3-8b", "8xh200", **config, **ranks)
-        return replace(scenario, ranks=8, batch=Batch(1, 2048, passes=4)).outcome().prediction.moved
+        return replace(scenario, ranks=8, batch=BatchShape(1, 2048, passes=4)).outcome().prediction.moved
 
     world, none = moved(), moved(ranks={"gather": "none"})
     assert none.weights < 0.3 * world.weights
@@ -272,7 +272,7 @@ def test_alternatives_are_the_best_of_a_search_through_all() -> None:
 
 
 def test_all_micro_batches_through_a_layer_are_offered_where_they_save() -> None:
-    scenario = replace(scenario_of("llama-3-8b", "consumer", weights="nvme"), batch=Batch(1, 2048, passes=8))
+    scenario = replace(scenario_of("llama-3-8b", "consumer", weights="nvme"), batch=BatchShape(1, 2048, passes=8))
     offered = scenario.alternatives(scenario.outcome())
     assert any(each.changes.get("vertical") for each in offered)
 

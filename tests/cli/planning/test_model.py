@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from infinity.cli.planning.model import Batch, adapt, build, shape_of, work_of
+from infinity.cli.planning.model import BatchShape, adapt, build, shape_of, work_of
 from infinity.errors import ConfigError, ModelError
 from infinity.state.discover import discover
 
@@ -80,7 +80,7 @@ def attention(model: Any) -> float:
     """FLOPs of a forward that grow with the square of the length, for each token of it: a quarter of a step's, in which
     the forward is done twice and the backward has as many as two."""
     short, long = (
-        work_of(shape_of(model), Batch(1, length), recompute=True, vertical=False).flops / length
+        work_of(shape_of(model), BatchShape(1, length), recompute=True, vertical=False).flops / length
         for length in (64, 128)
     )
     return (long - short) / 64 / 4
@@ -112,7 +112,7 @@ def test_adapters_of_experts_take_a_copy_of_the_stacks(recompute: bool, copies: 
     model = build(directory(tmp_path, **mixture), torch.bfloat16)
 
     def peak() -> float:
-        return work_of(shape_of(model), Batch(1, 64), recompute=recompute, vertical=False).peak_bytes
+        return work_of(shape_of(model), BatchShape(1, 64), recompute=recompute, vertical=False).peak_bytes
 
     before, stacks = peak(), 8 * (2 * 32 * 64 + 64 * 32)
     adapt(model, 4)

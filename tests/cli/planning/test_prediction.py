@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from infinity.cli.planning.machines import MACHINES
-from infinity.cli.planning.prediction import OVERLAPPED, Prediction, Work, predict
-from infinity.cli.planning.rates import Machine
+from infinity.cli.planning.prediction import OVERLAPPED, StepTimePrediction, StepWork, predict
+from infinity.cli.planning.rates import MachineRates
 from infinity.config import load_config
-from infinity.plan.disk import Disks
+from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, Peers
+from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.shard import Cut
-from infinity.state.terms import Terms
+from infinity.state.shard import RankPartition
+from infinity.state.terms import OffloadArguments
 
 NUMEL = 8 * 1024 * 1024
-IDLE = Work(flops=0.0, tokens=1, landings=1, peak_bytes=0)
-CPU = Machine(
+IDLE = StepWork(flops=0.0, tokens=1, landings=1, peak_bytes=0)
+CPU = MachineRates(
     name="a CPU", cores=2, dram=1e15, disk_read=1e9, disk_write=5e8, adam={"fp32": 1e15}, checksums=1e18, land=1e15,
     flops=1e12, host_bytes=1 << 34, device_bytes=1 << 34, disk_bytes=1 << 40,
 )  # fmt: skip
@@ -36,12 +36,12 @@ def planned(device: str = "cpu", ranks: int = 1, **config: Any) -> Plan:
         "weights": "nvme", "optimizer": "nvme", "commit_every": 0, "nvme": {"paths": ["/not/there"]},
         "memory": {"device": "16MiB", "host": "1GiB"},
     } | config  # fmt: skip
-    peers = NO_PEERS if ranks == 1 else Peers(Cut(ranks, 0), ranks)
-    terms = Terms(load_config(given), torch.device(device))
-    return make_plan(discover(blocks).units, terms, can_recompute=False, peers=peers, disks=Disks(1 << 40))
+    peers = NO_PEERS if ranks == 1 else PeerFacts(RankPartition(ranks, 0), ranks)
+    terms = OffloadArguments(load_config(given), torch.device(device))
+    return make_plan(discover(blocks).units, terms, can_recompute=False, peers=peers, disks=DiskLimits(1 << 40))
 
 
-def of(plan: Plan, machine: Machine = CPU, work: Work = IDLE, **options: bool) -> Prediction:
+def of(plan: Plan, machine: MachineRates = CPU, work: StepWork = IDLE, **options: bool) -> StepTimePrediction:
     return predict(plan, work, machine, **options)
 
 
@@ -98,7 +98,7 @@ def test_checksums_cost_nothing_where_there_are_none() -> None:
 
 
 def test_weights_and_gradients_go_between_the_devices() -> None:
-    def seconds(work: Work = IDLE, **ranks: Any) -> float:
+    def seconds(work: StepWork = IDLE, **ranks: Any) -> float:
         memory = {"device": "16MiB", "host": "1GiB"}
         return of(planned("cuda", ranks=2, memory=memory, **ranks), MACHINES["8xh200"], work).busy["between"]
 
