@@ -30,9 +30,9 @@ from typing import Any
 import pytest
 
 SLOW_S = 2.0
-"""If the call of a test takes more CPU seconds than this, the test must have the mark `long`.
+"""CPU seconds of a test's own call above which the test must have the mark `long`.
 
-The value holds on a machine on which all tests take `WHOLE_S`.
+The value is for a machine on which all tests take `WHOLE_S`.
 """
 WHOLE_S = 400.0
 """CPU time of `make test` on a fast machine without other work.

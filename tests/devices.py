@@ -54,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""For each file, the first test function that takes part and does not have the mark `long`."""
+"""The first test function of each file that takes part and does not have the mark `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:

@@ -50,7 +50,7 @@ _LEFT_OUT = {
         "Give 1, or true, for each answer that the model should learn",
     ),
     "late": (
-        "examples left out, because their answer begins after the first {length} tokens (--sequence-length)",
+        "examples left out, because their answer begins after --sequence-length {length} tokens",
         "Give a larger --sequence-length",
     ),
     "same": ("pairs left out, because both answers are the same", "Give pairs of answers that differ"),

@@ -29,7 +29,7 @@ from infinity.errors import ConfigError
 from infinity.quoting import quoted, raised
 
 LossOn = Literal["answers", "all"]
-"""Which tokens contribute to the loss, in rows with prompts or messages: only the answers, or all tokens."""
+"""The tokens that contribute to the loss, in rows with prompts or messages: only the answers, or all tokens."""
 
 Messages = list[dict[str, Any]]
 

@@ -64,7 +64,7 @@ def test_a_part_with_a_foreign_header_is_not_removed_alone(disks: list[Path], ot
     assert main(["checkpoint", "remove", str(disks[1])]) == 2
     assert "may be a part of a store that can still be resumed" in capsys.readouterr().err
     assert main(["checkpoint", "list", str(disks[1])]) == 0
-    assert f"it was {other} when the store was made: the store was copied or moved" in capsys.readouterr().out
+    assert f"its path was {other} when the store was made: the store was copied or moved" in capsys.readouterr().out
     infinity.close(infinity.resume(build(), config(*disks)))
 
 

@@ -161,7 +161,10 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
             {**messages("fox"), "chat_template_kwargs": {"tools": []}},
             "may only have variables of the chat template; this one has 'tools'",
         ),
-        ({**messages("fox"), "chat_template_kwargs": "fox"}, "names that a chat template has; they have a str"),
+        (
+            {**messages("fox"), "chat_template_kwargs": "fox"},
+            "may only have variables of the chat template; this one has a str",
+        ),
         ({"text": "a \ud800 fox"}, "half of a surrogate pair"),
         (messages("a \udfff fox"), "half of a surrogate pair"),
         (["fox"], "a row needs a 'text' string, a list of 'messages'"),
@@ -199,11 +202,11 @@ def test_a_line_that_is_no_json_is_named(line: bytes, message: str, pack: Pack, 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses it: TemplateError: roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "refuses it: TypeError"),
-        ("{{ 1 // 0 }}", "refuses it: ZeroDivisionError"),
-        ("{{ nothing.like.this }}", "refuses it: UndefinedError"),
-        ("{% if %}", "refuses it: TemplateSyntaxError"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses the row: TemplateError: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses the row: TypeError"),
+        ("{{ 1 // 0 }}", "refuses the row: ZeroDivisionError"),
+        ("{{ nothing.like.this }}", "refuses the row: UndefinedError"),
+        ("{% if %}", "refuses the row: TemplateSyntaxError"),
         ("<s>{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", "leaves out everything"),
     ],
 )
@@ -311,7 +314,7 @@ def test_a_list_of_rows_is_read_where_it_is_named(pack: Pack, tmp_path: Path) ->
     path = tmp_path / "docs" / "a.json"
     path.write_text(json.dumps([{"text": "the fox"}, {"text": "the hen"}], indent=1))
     assert text_of(pack(path)).split() == ["the", "fox", "<eos>", "the", "hen", "<eos>"]
-    with pytest.raises(ConfigError, match=r"a\.json: a \.json file is read only where it is named itself"):
+    with pytest.raises(ConfigError, match=r"a\.json: a \.json file is read only if its own path is given"):
         pack(tmp_path / "docs")
     for text, says in (
         ('{"text": "a"}\n{"text": "b"}', "a file with one object per line must have the ending .jsonl"),

@@ -199,8 +199,7 @@ def test_an_example_that_is_too_long_is_cut_and_said(read: Read) -> None:
     )
     assert data.sequences == 1
     assert [re.sub(r"\(.*/", "(", note) for note in data.notes()] == [
-        "examples left out, because their answer begins after the first 32 tokens (--sequence-length): 1 "
-        "(rows0.jsonl:2)",
+        "examples left out, because their answer begins after --sequence-length 32 tokens: 1 (rows0.jsonl:2)",
         "examples cut, because they are longer than --sequence-length 32: 1 (rows0.jsonl:1)",
     ]
 

@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "KTO, of an answer that is not wanted": (
         {"prompt": ASKED, "completion": FOX, "label": False},
-        "'label' is False, but infinity learns all rows with the same weight",
+        "'label' is False, but infinity gives all rows the same weight",
     ),
     "LLaMA-Factory's KTO": ({"messages": TALK, "kto_tag": False}, "'kto_tag' is False"),
     "KTO with a number": ({"prompt": ASKED, "completion": FOX, "label": 0}, "'label' is 0"),
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a text that is not the row's": ({"question": ASKED, "answer": FOX, "text": HEN}, "both 'question' and 'text'"),
     "a text and its prompt (cosmopedia)": ({"prompt": ASKED, "text": FOX}, "both 'text' and 'prompt'"),
     "rows of tokens": ({"text": ASKED, "input_ids": [1, 2]}, "has 'input_ids'"),
-    "a part of a weight": ({"messages": saying(TALK, 1, weight=0.5)}, "messages\\[1\\]: 'weight' is 0 or 1"),
+    "a part of a weight": ({"messages": saying(TALK, 1, weight=0.5)}, "messages\\[1\\]: 'weight' must be 0 or 1"),
     "a user who is to be learned": ({"messages": saying(TALK, 0, train=True)}, "asks to learn what the user says"),
     "a row of half a weight": ({"prompt": ASKED, "completion": FOX, "weight": 0.5}, "'weight' is 0.5"),
     "a row that is not to be trained": ({"messages": TALK, "train": False}, "'train' is False"),

@@ -64,7 +64,7 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(
     capsys: Any,
 ) -> None:
     use(model, job)
-    refused(job | {"--sequence-length": 65}, "--sequence-length is 65, and ", tmp_path, capsys)
+    refused(job | {"--sequence-length": 65}, "--sequence-length is 65, but ", tmp_path, capsys)
     assert run(job | {"--sequence-length": 64, "--steps": 1}) == 0
 
 

@@ -80,11 +80,11 @@ def test_both_answers_begin_behind_the_prompt(row: Any, asked: str, better: str,
 
 MORE = {"role": "user", "content": "and"}
 REFUSED = [
-    ({"text": "fox"}, "--method dpo learns which of two answers is better, and the row has no 'chosen'"),
+    ({"text": "fox"}, "--method dpo learns which of two answers is better, but the row has no 'chosen'"),
     (CHAT | {"margin": 2}, "has 'margin', which infinity cannot obey"),
     (CHAT | {"image": "x.png"}, "has 'image', which infinity cannot obey: text is all that is learned"),
     (CHAT | {"chosen": "fox"}, "must all be strings, or must all be lists of messages"),
-    (CHAT | {"chosen": [*FOX, MORE]}, "'chosen' has a message of the user behind the prompt"),
+    (CHAT | {"chosen": [*FOX, MORE]}, "'chosen' has a message of the user after the prompt"),
     (CHAT | {"rejected": [HEN[0] | {"weight": 0}]}, "rejected: 'weight', 'train' and 'loss' have no effect here"),
     ({"chosen": "fox", "rejected": "hen"}, "have no common beginning, .*: give a 'prompt'"),
     ({"chosen": [*ASK, *FOX], "rejected": ASK}, "one is the beginning of the other: give a 'prompt'"),
@@ -131,7 +131,7 @@ def test_pairs_of_one_answer_and_those_that_are_too_long_are_left_out(read: Read
     notes = "\n".join(data.notes())
     for said in (
         "both answers are the same: 1 (",
-        "after the first 128 tokens (--sequence-length): 1 (",
+        "after --sequence-length 128 tokens: 1 (",
         "cut, because they are longer",
     ):
         assert said in notes

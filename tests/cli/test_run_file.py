@@ -79,7 +79,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
         ("steps: 1\nepochs: 1\n", "--steps and --epochs exclude each other; remove one of the two"),
         ("lr: 1\nlr: 2\n", "the key 'lr' is given twice"),
         ("lr: 1\nlearning_rate: 2\n", "run.yaml: lr and learning_rate are the same option; remove one of the two"),
-        ("beta: 1\nweight-decay: 1\nweight_decay: 1\n", "weight-decay and weight_decay are one option"),
+        ("beta: 1\nweight-decay: 1\nweight_decay: 1\n", "weight-decay and weight_decay are the same option"),
         ("- lr\n", "expected options and values, such as `lr: 1e-5`, found list"),
     ],
 )
@@ -91,7 +91,7 @@ def test_a_mistake_names_the_file_and_the_option(values: str, says: str, tmp_pat
 
 
 def test_an_option_that_a_message_proposes_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no option of infinity finetune; did you mean ") as raised:
+    with pytest.raises(ConfigError, match="not an option of infinity finetune; did you mean ") as raised:
         parsed(tmp_path, "batch-sizes: 2\n")
     name = str(raised.value).partition("did you mean ")[2].rstrip("?")
     assert parsed(tmp_path, f"{name}: 2\n").batch_size == 2

@@ -126,7 +126,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/data.py": {
         "Give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "longer than --sequence-length": "cli/test_examples.py::test_an_example_that_is_too_long_is_cut_and_said",
-        "(--sequence-length)": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "answer begins after --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
