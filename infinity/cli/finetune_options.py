@@ -51,7 +51,7 @@ _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 
 
 class ResumeRole(Enum):
-    """What a resumed run does with an option of the original run. An option without a role has the role TRAINING."""
+    """Effect of an option of the original run on a resumed run. An option without a role has the role TRAINING."""
 
     PROCESS = "belongs to one process; the run does not record the option"
     PLACE = "is recorded; the files may have moved: a text is compared by its tokens, a model by its layout"

@@ -331,7 +331,7 @@ class _ChatTemplate:
                 "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template.jinja in the "
                 "model's directory (or to chat_template in its tokenizer_config.json); docs/finetune.md shows how, "
                 "under Chats. Or give rows with a 'prompt' and a 'completion' of messages, which need no marks; or "
-                "--loss-on all, to learn whole conversations, what users said included."
+                "give --loss-on all to learn whole conversations, including what users said."
             )
 
     def rendered(self, messages: Messages, *, marked: bool = False, add_generation_prompt: bool = False) -> Any:

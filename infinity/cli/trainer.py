@@ -134,7 +134,7 @@ class FinetuneTrainerMixin(TrainerMixin, _BatchShareRecorder):
             swap_config=swap_config,
             **others,
         )
-        rng.restore(drawn)  # a Trainer gives all ranks the same seed, but each rank needs its own random numbers
+        rng.restore(drawn)  # a Trainer gives all ranks one seed, but each rank needs its own numbers
         self.remove_callback(PrinterCallback)
         # otherwise train() would write the tokenizer's special tokens into the model's configs
         self.processing_class = None

@@ -39,7 +39,7 @@ OF_RUNS = [
     Mutant(
         "each rank draws random numbers of its own",
         "infinity/cli/trainer.py",
-        "        rng.restore(drawn)  # a Trainer seeds all ranks alike, but each rank needs its own random numbers\n",
+        "        rng.restore(drawn)  # a Trainer gives all ranks one seed, but each rank needs its own numbers\n",
         "",
         ("tests/cli/test_several_ranks.py", "-k", "of_its_own"),
     ),

@@ -76,7 +76,7 @@ OF_SEAM = [
     Mutant(
         "a slot is given back with its last uses",
         "infinity/tiers/slots.py",
-        "self._slab.give_back(self._leased, self._uses.events())",
+        "self._slab.give_back(self._leased, self._uses.events() or [self._ready])",
         "self._slab.give_back(self._leased, ())",
         _SCHEDULES,
     ),
