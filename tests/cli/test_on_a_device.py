@@ -98,12 +98,12 @@ def test_what_stays_in_host_memory_is_refused_and_told_as_it_is(
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        (IndexError("index out of range in self"), "cannot take sequences.*give a smaller --sequence-length"),
+        (IndexError("index out of range in self"), "cannot compute sequences.*give a smaller --sequence-length"),
         (
             RuntimeError("The size of tensor a (9) must match"),
-            "cannot take sequences.*give a smaller --sequence-length",
+            "cannot compute sequences.*give a smaller --sequence-length",
         ),
-        (torch.OutOfMemoryError("CUDA out of memory"), "no memory for sequences.*a smaller memory.device"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "too little memory for sequences.*a smaller memory.device"),
         (
             RuntimeError("cuBLAS failed"),
             "forward failed with sequences of 4 tokens, 2 at a time: RuntimeError: cuBLAS failed$",

@@ -60,7 +60,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) 
         (
             {"save_every": 2},
             4,
-            r"--save-every: 5 models .* Save less often, keep fewer \(--save-limit\), or choose an --output on another",
+            r"--save-every: 5 models .* Save less often, keep fewer models \(--save-limit\), or choose an --output",
             [{"save_every": 5}, {"save_limit": 2}, {"output": Path("other/out")}],
         ),
         (

@@ -24,7 +24,7 @@ HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 def test_a_script_with_deepspeed_on_its_command_line_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["infinity"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "swap.yaml").write_text("weights: host")
     (tmp_path / "train.py").write_text(SCRIPT)
