@@ -24,7 +24,7 @@ DRAWING = $(shell grep -rlE 'sampling|hypothesis' tests --include='test_*.py' | 
 APART   = tests/crash tests/stress tests/fuzz tests/hostile tests/docs tests/sim $(UNCHANGED) tests/runtime/test_corruption.py \
           tests/runtime/test_overlap.py tests/runtime/test_faults.py
 
-UNCHANGED  = tests/unchanged tests/integrations tests/cli/test_trainer.py tests/checkpoint/test_adapters.py
+UNCHANGED  = tests/unchanged tests/integrations tests/cli/test_trainer.py tests/checkpoint/test_save_adapters.py
 NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.base.mapped_files import read_ahead
+from infinity.base.page_advice import preload_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -72,7 +72,7 @@ def read(directory: Path, *, ahead: bool) -> float:
             for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
                 value = shard.get_tensor(name)
                 if ahead:
-                    read_ahead(value)
+                    preload_pages(value)
                 value.clone()
     return time.perf_counter() - began
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.tiles import tile
     from infinity.runtime.trace import trace
-    from infinity.runtime.track import commit, track
+    from infinity.runtime.track_and_commit import commit, track
 
 _HOMES = {
     "checkpoint.from_portable": ("offload_from_checkpoint",),
@@ -83,7 +83,7 @@ _HOMES = {
     "runtime.statistics": ("Statistics", "statistics"),
     "runtime.tiles": ("tile",),
     "runtime.trace": ("trace",),
-    "runtime.track": ("commit", "track"),
+    "runtime.track_and_commit": ("commit", "track"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("_native", "config", "hf", "sizes")

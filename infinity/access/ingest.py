@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from infinity import _native
-from infinity.base.mapped_files import read_ahead
+from infinity.base.page_advice import preload_pages
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
@@ -188,7 +188,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
         )
     value = value.cpu().contiguous().reshape(-1)
     if source is not None:
-        read_ahead(value)
+        preload_pages(value)
     # Files are memory-mapped. After a header of odd length, values are at unaligned addresses. The native core refuses
     # unaligned addresses.
     return value.clone() if value.data_ptr() % value.element_size() else value
@@ -271,7 +271,7 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
                 home = homes.moment(state)
                 named = [(spec, source(spec.name, state)) for spec in group.specs if spec.numel]
                 given = [
-                    _IngestedPiece(spec, spec.index - whole[spec.name].index, moment)
+                    _PieceWithMoment(spec, spec.index - whole[spec.name].index, moment)
                     for spec, moment in named
                     if moment is not None
                 ]
@@ -285,7 +285,7 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
 
 
 @dataclass(frozen=True)
-class _IngestedPiece:
+class _PieceWithMoment:
     """A piece of a parameter in this process, with the moment of the parameter.
 
     Attributes:
@@ -300,7 +300,11 @@ class _IngestedPiece:
 
 
 def _fill_moment(
-    coordinator: Coordinator, group: FlatParameterGroup, state: Moment, home: StateHome, given: Sequence[_IngestedPiece]
+    coordinator: Coordinator,
+    group: FlatParameterGroup,
+    state: Moment,
+    home: StateHome,
+    given: Sequence[_PieceWithMoment],
 ) -> None:
     nbytes = round_up(_native.moment_bytes(group.moments, min(_MOMENTS_NUMEL, group.numel)), PAGE_BYTES)
     memory = None if home.in_memory else _native.Arena(nbytes, huge_pages=False)
@@ -319,7 +323,7 @@ def _fill_moment(
             wait_all([coordinator.write_home(home, whole, at=at, io_class="states")])
 
 
-def _assemble(given: Sequence[_IngestedPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
+def _assemble(given: Sequence[_PieceWithMoment], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
     """Return the moments of elements [begin, begin + numel) of a group, fp32; zeros where no moment is given."""
     values = torch.zeros(numel, dtype=torch.float32)
     for each in given:

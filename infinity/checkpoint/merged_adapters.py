@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import to_save
+from infinity.checkpoint.save_adapters import to_save
 from infinity.checkpoint.save_pretrained import ModelTensors, save_parts
 from infinity.checkpoint.tensor_names import Tensors
 from infinity.coordinator import registry

@@ -33,7 +33,7 @@ from infinity import _native
 from infinity.checkpoint.safetensors_reader import names_in, stored_as, tensor_of
 from infinity.errors import ModelError
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, Codec, decode, encoded_bytes, parts_of
-from infinity.state.frozen_codecs import EncodedForm
+from infinity.state.frozen_codecs import CheckpointEncoding
 from infinity.strict import parse_json
 
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -179,7 +179,7 @@ class QuantizedWeights:
         rows = [name for name in self._files if _rows_of(name) in self._files]
         return sorted([*self._states, *rows])
 
-    def encoded_form(self, weight: str, shape: torch.Size) -> EncodedForm | None:
+    def encoded_form(self, weight: str, shape: torch.Size) -> CheckpointEncoding | None:
         """Return the encoded form of a weight; None if the weight is not quantized.
 
         Args:
@@ -196,7 +196,7 @@ class QuantizedWeights:
             return self._int8(weight, shape)
         return None
 
-    def _nf4(self, weight: str, shape: torch.Size) -> EncodedForm:
+    def _nf4(self, weight: str, shape: torch.Size) -> CheckpointEncoding:
         file, state_name = self._files[weight], self._states[weight]
         kind = state_name.partition(_STATE)[2]
         if kind != "nf4":
@@ -249,7 +249,7 @@ class QuantizedWeights:
         scales = known[codes.int()] * nested.repeat_interleave(state.nested_blocksize)[: codes.numel()]
         return scales + torch.tensor(state.nested_offset, dtype=torch.float32)
 
-    def _int8(self, weight: str, shape: torch.Size) -> EncodedForm:
+    def _int8(self, weight: str, shape: torch.Size) -> CheckpointEncoding:
         file = self._files[weight]
         form = f"{weight}_format"
         if form in self._files and (number := int(self._tensor(form).reshape(-1)[0])) != 0:
@@ -271,7 +271,7 @@ class QuantizedWeights:
 
     def _made(
         self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
-    ) -> EncodedForm:
+    ) -> CheckpointEncoding:
         """Return the encoded form. Raises ModelError if a part other than the codes does not have the size that the
         codec requires.
         """
@@ -291,7 +291,7 @@ class QuantizedWeights:
         for part, (_, nbytes) in parts_of(codec, shape).items():
             if part != "codes":
                 bytes_of(part, nbytes)
-        return EncodedForm(codec, read)
+        return CheckpointEncoding(codec, read)
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._files:
@@ -350,7 +350,7 @@ class _QuantState:
         return state
 
 
-def decoding(known: EncodedForm, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def decoding(known: CheckpointEncoding, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """Return a function that returns the decoded values of an encoded weight."""
     return lambda: decode(known.read(), known.codec, shape, dtype)
 

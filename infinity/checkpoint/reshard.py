@@ -37,7 +37,7 @@ from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.tiles import tile_as
-from infinity.runtime.track import commit
+from infinity.runtime.track_and_commit import commit
 from infinity.sharded.rank_agreement import Tell, meeting
 from infinity.sharded.stores import (
     counts_in,

@@ -1,8 +1,8 @@
 """save_pretrained: write sharded safetensors tensor by tensor into a temporary directory, and then move the files to
 their place.
 
-adapters.py saves the adapters of a PEFT model. merged_adapters.py merges the adapters into the base and saves one plain
-model.
+save_adapters.py saves the adapters of a PEFT model. merged_adapters.py merges the adapters into the base and saves one
+plain model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from infinity.access.exact import exact_value
-from infinity.checkpoint.adapters import is_peft_model, save_adapters, to_save
 from infinity.checkpoint.atomic_directory import failing, put, written_aside
 from infinity.checkpoint.safetensors_writer import Piece, index_name, write_index, write_shards
+from infinity.checkpoint.save_adapters import is_peft_model, save_adapters, to_save
 from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers

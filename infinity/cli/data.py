@@ -65,8 +65,13 @@ NOT_LEARNED = np.uint32(1 << 31)
 """Bit that marks a token that does not contribute to the loss."""
 
 
-class _TokenSpan(NamedTuple):
-    """Tokens of a document, or of a part of a document: their first position in the file, and their number."""
+class _DocumentSpan(NamedTuple):
+    """A whole document, or a part of a document, in the file of tokens.
+
+    Attributes:
+        begin: position of the first token in the file.
+        numel: number of tokens.
+    """
 
     begin: int
     numel: int
@@ -189,7 +194,7 @@ class PackedDataset:
             self._add_file(file)
         self._spill.flush()
         self.has_examples = any(self._of_example)
-        self._spans: list[_TokenSpan] = list(self._spans_of_documents()) if self.has_examples else []
+        self._spans: list[_DocumentSpan] = list(self._spans_of_documents()) if self.has_examples else []
         self._parts: list[list[int]] = self._packed(packing)
         self.shares_sequences = any(len(each) > 1 for each in self._parts)
         self._count = len(self._parts) if self.has_examples else self.tokens // self.sequence_length
@@ -365,13 +370,13 @@ class PackedDataset:
 
     # -- examples -----------------------------------------------------------------------------------------------------
 
-    def _spans_of_documents(self) -> Iterator[_TokenSpan]:
+    def _spans_of_documents(self) -> Iterator[_DocumentSpan]:
         begin = 0
         for end, is_example in zip(self._ends, self._of_example, strict=True):
             for at in range(begin, end, self.sequence_length):
                 numel = min(self.sequence_length, end - at)
                 if is_example or numel > 1:  # a part of one token is useless, because the model has no token to predict
-                    yield _TokenSpan(at, numel)
+                    yield _DocumentSpan(at, numel)
             begin = end
 
     def _packed(self, packing: bool) -> list[list[int]]:

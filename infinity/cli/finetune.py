@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.base.accelerator import current_device
-from infinity.cli import job, limits, models, run_directory, tracing, trainer_arguments, verifying
+from infinity.cli import finetuned_model, job, limits, run_directory, tracing, trainer_arguments, verifying
 from infinity.cli.batches import TokenBatch
 from infinity.cli.command import command
 from infinity.cli.config_checks import require_ready
@@ -45,7 +45,7 @@ from infinity.io.headers import header_in
 from infinity.ranks.paths import rank_path
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
-from infinity.runtime.track import commit
+from infinity.runtime.track_and_commit import commit
 from infinity.sharded.rank_agreement import Tell
 
 
@@ -56,7 +56,7 @@ def finetune(options: argparse.Namespace) -> int:
         InfinityError, OSError: the job failed, and the output directory is empty. If the complete model was already
             written, the message says where the model is.
     """
-    with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
+    with joined() as world, meeting() as tell, ExitStack() as held, finetuned_model.naming_the_option():
         begun = _begin(options, world, tell, held)
         return 0 if begun is None else _carry_out(begun, tell, held)
 
@@ -111,7 +111,7 @@ def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStac
     require_ready(config)
     _require_model(options.model, resuming=resuming)
     verifying.require_possible(options)
-    named = models.named(options)
+    named = finetuned_model.named(options)
     tokenizer = load_tokenizer(options.model, **named)
     torch.manual_seed((options.seed + world.rank) % 2**64)
     if options.threads:
@@ -148,13 +148,13 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
     """
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     try:
-        model, reference = models.load(options, config, resuming=begun.resuming)
+        model, reference = finetuned_model.load(options, config, resuming=begun.resuming)
     except StoreNotEmptyError as error:
         raise _holds_a_run(config) from error
     try:
         if reference is not None:
             held.callback(reference.close)
-        model_bytes = sum(gather_values(model, "the size", models.output_bytes(model, options)))
+        model_bytes = sum(gather_values(model, "the size", finetuned_model.output_bytes(model, options)))
         store = _store_of(model, config, world)
         directory = run_directory.made(options, begun.owner, held)
         run = FinetuneRun(model, data, begun.tokenizer, options, config, world, begun.origin, directory, reference)
@@ -225,7 +225,7 @@ def _follow(model: Any, options: FinetuneOptions, batch: TokenBatch | None, tell
 
     def save(directory: str) -> None:
         try:
-            models.save_model(model, directory, options)
+            finetuned_model.save_model(model, directory, options)
         except (PeerError, SwapIOError):
             raise
         except InfinityError:
@@ -334,7 +334,7 @@ def _save(
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))
         try:
-            models.save_model(model, directory, run.options, run.model_config)
+            finetuned_model.save_model(model, directory, run.options, run.model_config)
         except PeerError:
             if not directory.is_dir():
                 raise
@@ -375,7 +375,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
         ModelError: the model cannot be trained; the error names the option.
     """
     try:
-        models.require(name, lambda text: print(printable(text), flush=True), adapters=False)
+        finetuned_model.require(name, lambda text: print(printable(text), flush=True), adapters=False)
     except ModelError as error:
         raise ModelError(f"--model: {error}{'. Where is it now? Give --model' if resuming else ''}") from None
 
@@ -404,6 +404,6 @@ def _check(options: FinetuneOptions, config: SwapConfig) -> None:
         with of_option(named):
             find_files(paths or ())
     tracing.check(options)
-    models.check(options)
+    finetuned_model.check(options)
     run_directory.check(options)
     trainer_arguments.check(options)

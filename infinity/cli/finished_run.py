@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from infinity import files
-from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
+from infinity.checkpoint.save_adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.cli.command import command
 from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import atomic_file

@@ -15,7 +15,7 @@ import torch
 
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import load_config_of, load_pretrained
-from infinity.cli import models
+from infinity.cli import finetuned_model
 from infinity.cli.arguments import GenerateOptions
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import default_dtype, dtype_line
@@ -57,16 +57,16 @@ def generate(options: argparse.Namespace, out: OutputStream) -> int:
     config = load_config(options.config)
     require_ready(config)
     _choose_dtype(options)
-    with models.naming_the_option():
+    with finetuned_model.naming_the_option():
         return _generate(options, config, out)
 
 
 def _generate(options: argparse.Namespace, config: SwapConfig, out: OutputStream) -> int:
     if Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser())
-    models.require(options.model, _say, adapters=True)
-    base, revision = models.adapted(options.model)
-    how = models.named(options)
+    finetuned_model.require(options.model, _say, adapters=True)
+    base, revision = finetuned_model.adapted(options.model)
+    how = finetuned_model.named(options)
     if base != options.model and revision is not None and options.revision is None:
         how |= {"revision": revision}
     if options.threads:
@@ -203,7 +203,7 @@ def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: 
     mine = config.model_copy(update={"commit_every": 0, "pins": 0, "nvme": nvme, "frozen": frozen})
     model = load_pretrained(base, mine, dtype=DTYPES[options.dtype], defer=True, **how)
     if base != options.model:
-        model = models.with_saved_adapters(model, options.model)
+        model = finetuned_model.with_saved_adapters(model, options.model)
     model.requires_grad_(False)
     try:
         for path in made:

@@ -30,8 +30,8 @@ def best_of(evaluations: Sequence[EvaluationLoss]) -> EvaluationLoss | None:
     return min(finite, key=lambda each: each.loss, default=None)
 
 
-class TextSample(NamedTuple):
-    """Text that the model wrote for a prompt after a step."""
+class GeneratedText(NamedTuple):
+    """Text that the model generated for a prompt after a step."""
 
     step: int
     prompt: str
@@ -47,7 +47,7 @@ class RunHistory:
 
     facts: list[StepFacts] = field(default_factory=list)
     evaluations: list[EvaluationLoss] = field(default_factory=list)
-    samples: list[TextSample] = field(default_factory=list)
+    samples: list[GeneratedText] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         names = [each.name for each in fields(StepFacts)]
@@ -62,4 +62,4 @@ class RunHistory:
             values = {name: int(value) if name in _WHOLE else value for name, value in zip(names, row, strict=True)}
             self.facts.append(StepFacts(**values))
         self.evaluations += [EvaluationLoss(int(step), loss) for step, loss in state["evaluations"].tolist()]
-        self.samples += [TextSample(*each) for each in state["samples"]]
+        self.samples += [GeneratedText(*each) for each in state["samples"]]

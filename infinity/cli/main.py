@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
-from infinity.cli.streams import INTERRUPTED, OutputStream, interruptible_imports, outlets
+from infinity.cli.streams import INTERRUPTED, OutputStream, interruptible_imports, output_streams
 from infinity.cli.trainer_options import require_of_method
 from infinity.errors import (
     ConfigError,
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = "" if any(each.endswith((".yaml", ".yml", ".json")) for each in given) else _SWAP_CONFIG_FIRST
             return _fail(ConfigError(f"{error}{hint}"), 2)
         return run(options)
-    with outlets(go_on=True) as out:
+    with output_streams(go_on=True) as out:
         try:
             return _run(arguments, out)
         except (ConfigError, ModelError, PlanError, ResumeError, StoreLockedError, StoreNotEmptyError) as error:

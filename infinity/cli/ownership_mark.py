@@ -40,7 +40,7 @@ class DirectoryOwner:
     """A run as the owner of directories.
 
     Attributes:
-        run: id of the run (job.Origin.run).
+        run: id of the run (job.RunOrigin.run).
         swap: the first of the run's nvme.paths; '-' if the run has none.
         begins_anew: whether the user asked to resume a run, but no generation was durable yet, so that the run begins
             at step 0. Such a run also owns the directories of an earlier run with the same `swap`.

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
-from infinity.cli.history import EvaluationLoss, TextSample, best_of
+from infinity.cli.history import EvaluationLoss, GeneratedText, best_of
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics, trained_of
 from infinity.sizes import format_bytes
@@ -279,7 +279,9 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
     return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
-def write_report(report: RunReport, facts: Sequence[StepFacts], samples: Sequence[TextSample], directory: Path) -> None:
+def write_report(
+    report: RunReport, facts: Sequence[StepFacts], samples: Sequence[GeneratedText], directory: Path
+) -> None:
     """Write report.json, report.txt, loss.csv and loss.png, and if there were samples, samples.jsonl.
 
     In JSON, nan is written as null.

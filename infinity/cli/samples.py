@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.history import EvaluationLoss, RunHistory, TextSample
+from infinity.cli.history import EvaluationLoss, GeneratedText, RunHistory
 from infinity.cli.limits import positions_of
 from infinity.cli.progress import PlainProgress, RichProgress
 from infinity.cli.text_generation import TextGenerationError, prompt_ids, write
@@ -83,7 +83,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]
         for number, (prompt, ids) in enumerate(self._prompts.items(), 1):
             text = self._written(named["model"], ids, named["processing_class"])
             written[f"eval_sample {number}"] = text
-            self._history.samples.append(TextSample(step, prompt, text))
+            self._history.samples.append(GeneratedText(step, prompt, text))
             self._progress.say(f"step {step}: {prompt!r} → {text!r}")
         if written and self._log is not None:
             self._log(written)

@@ -25,7 +25,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.quoting import raised
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
-from infinity.runtime.track import finish_commit
+from infinity.runtime.track_and_commit import finish_commit
 
 _STAY = "the step is skipped and the weights do not change"
 

@@ -88,8 +88,8 @@ class OutputStream:
 
 
 @contextmanager
-def outlets(*, go_on: bool) -> Iterator[OutputStream]:
-    """Replace sys.stdout and sys.stderr by Outlets in the `with` block, and yield the OutputStream of stdout.
+def output_streams(*, go_on: bool) -> Iterator[OutputStream]:
+    """Replace sys.stdout and sys.stderr by OutputStreams in the `with` block, and yield the OutputStream of stdout.
 
     Characters that the encoding lacks are escaped.
 

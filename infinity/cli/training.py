@@ -12,13 +12,13 @@ from typing import Any
 
 from infinity.cli import job, limits, tracing, trackers
 from infinity.cli.finetune_options import FinetuneOptions
+from infinity.cli.finetuned_model import save_model
 from infinity.cli.history import RunHistory
-from infinity.cli.models import save_model
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
 from infinity.cli.order import DataFingerprint, SequenceSampler
 from infinity.cli.packing_support import require_separates
 from infinity.cli.progress import open_progress
-from infinity.cli.references import ReferenceModel
+from infinity.cli.reference_model import ReferenceModel
 from infinity.cli.rerun_command import rerun_command
 from infinity.cli.run_data import RunData
 from infinity.cli.run_directory import is_whole
@@ -39,7 +39,7 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.quoting import raised
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import statistics
-from infinity.runtime.track import track
+from infinity.runtime.track_and_commit import track
 
 
 class FinetuneRun:

@@ -14,7 +14,7 @@ from infinity import _native
 from infinity.checkpoint.load import load_config_of
 from infinity.checkpoint.merged_adapters import computing_merged
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.cli.models import class_of, named, with_saved_adapters
+from infinity.cli.finetuned_model import class_of, named, with_saved_adapters
 from infinity.cli.optimizers import DTYPES
 from infinity.coordinator import registry
 from infinity.errors import InfinityError, NotAvailableError

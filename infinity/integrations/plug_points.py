@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from infinity.checkpoint.adapters import is_peft_model
+from infinity.checkpoint.save_adapters import is_peft_model
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.integrations.checkpoint_folders import CheckpointFolderSave, folders_of, require_pins

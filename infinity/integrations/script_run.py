@@ -17,8 +17,8 @@ from torch import nn
 
 from infinity.access.pinning import agree
 from infinity.base.accelerator import current_device
-from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.load import scratch_directory
+from infinity.checkpoint.save_adapters import is_peft_model
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.durable import rng

@@ -78,16 +78,16 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
         TypeError: the value is too large or nested too deeply, or has a part that cannot be stored in a document. The
             message says where in the value this part is.
     """
-    packer = _Packer()
-    text = packer.dump(value).encode()
-    data_bytes = sum(len(blob) for blob in packer.blobs)
+    encoder = _ValueEncoder()
+    text = encoder.dump(value).encode()
+    data_bytes = sum(len(blob) for blob in encoder.blobs)
     problem = _too_large(len(text), data_bytes) or _too_many(text, 0, len(text))
     if problem:
         raise TypeError(f"the value is too large to be read again: it {problem}. Keep long lists as tensors or arrays")
     return [
-        _header(kind, version, len(text), data_bytes, _digest(version, text, *packer.blobs)),
+        _header(kind, version, len(text), data_bytes, _digest(version, text, *encoder.blobs)),
         text,
-        *packer.blobs,
+        *encoder.blobs,
     ]
 
 
@@ -96,9 +96,9 @@ def copy_of(value: Any) -> Any:
 
     Raises TypeError like write().
     """
-    packer = _Packer()
-    text = packer.dump(value)
-    return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
+    encoder = _ValueEncoder()
+    text = encoder.dump(value)
+    return _ValueDecoder(memoryview(b"".join(encoder.blobs))).parse(text)
 
 
 def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> Any:
@@ -227,14 +227,14 @@ def _header(kind: str, version: int, json_bytes: int, data_bytes: int, digest: s
 def _value(text: bytes, data: memoryview, path: Path) -> Any:
     """Parse the JSON and the data of a document. Raises ManifestError."""
     try:
-        return _Unpacker(data).parse(text)
+        return _ValueDecoder(data).parse(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, MemoryError) as error:
         raise ManifestError(path, f"has a value that cannot be read: {error}") from error
 
 
-class _Packer:
+class _ValueEncoder:
     """Conversion of values to JSON, and to the data that are stored after the JSON."""
 
     def __init__(self) -> None:
@@ -244,11 +244,11 @@ class _Packer:
     def dump(self, value: Any) -> str:
         """Return the JSON of a value. Raises TypeError."""
         try:
-            return json.dumps(self.pack(value, ""), allow_nan=False, separators=(",", ":"))
+            return json.dumps(self.encode(value, ""), allow_nan=False, separators=(",", ":"))
         except RecursionError:
             raise TypeError("the value is nested too deeply, or contains itself") from None
 
-    def pack(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any, where: str) -> Any:
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -257,18 +257,20 @@ class _Packer:
             return {"$": "counter", "items": self._items(value, where)}
         if isinstance(value, Mapping):
             if all(type(key) is str and key != "$" for key in value):
-                return {key: self.pack(item, f"{where}.{key}") for key, item in value.items()}
+                return {key: self.encode(item, f"{where}.{key}") for key, item in value.items()}
             return {"$": "dict", "items": self._items(value, where)}
         if type(value) is list:
-            return [self.pack(item, f"{where}[{index}]") for index, item in enumerate(value)]
+            return [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
         if isinstance(value, tuple):
-            return {"$": "tuple", "items": [self.pack(item, f"{where}[{index}]") for index, item in enumerate(value)]}
-        return self._pack_data(value, where)
+            return {"$": "tuple", "items": [self.encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+        return self._encode_data(value, where)
 
     def _items(self, value: Mapping[Any, Any], where: str) -> list[list[Any]]:
-        return [[self.pack(key, f"{where} (a key)"), self.pack(item, f"{where}.{key}")] for key, item in value.items()]
+        return [
+            [self.encode(key, f"{where} (a key)"), self.encode(item, f"{where}.{key}")] for key, item in value.items()
+        ]
 
-    def _pack_data(self, value: Any, where: str) -> Any:
+    def _encode_data(self, value: Any, where: str) -> Any:
         if isinstance(value, bytes):
             return {"$": "bytes", **self._blob(value)}
         if isinstance(value, torch.Tensor) and value.dtype in _TORCH_NAMES and value.layout == torch.strided:
@@ -303,7 +305,7 @@ class _Packer:
         return {"at": self._at - len(data), "nbytes": len(data)}
 
 
-class _Unpacker:
+class _ValueDecoder:
     """Conversion of JSON and data to values in one pass.
 
     Objects inside an object are converted before the object itself.
@@ -329,9 +331,9 @@ class _Unpacker:
         """Table of the forms of objects: the keys of each form, without "$", and the function that makes the value."""
 
     def parse(self, text: str | bytes) -> Any:
-        return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)
+        return json.loads(text, object_pairs_hook=self._decode, parse_constant=self._refuse)
 
-    def _unpack(self, pairs: list[tuple[str, Any]]) -> Any:
+    def _decode(self, pairs: list[tuple[str, Any]]) -> Any:
         value = dict(pairs)
         if len(value) != len(pairs):
             raise ValueError("a key twice")

@@ -25,7 +25,7 @@ from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, Rel
 from infinity.optim.groups import NO_STATES, GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
-from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
+from infinity.optim.loss_scale import LossScale, forget_scale, inverse_of, loss_scale
 from infinity.state.moments import STORED_AS, Moment
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import ParameterPlace

@@ -12,8 +12,8 @@ from infinity.io.generations import Generations
 from infinity.ranks.world import MultiRankWorld, World
 from infinity.sharded.agreed_fetch_rules import AgreedFetchRules
 from infinity.sharded.gathered_slots import GatheredSlotPool
+from infinity.sharded.initial_values import BroadcastFromFirst, InitialValuesBroadcast, NoBroadcast
 from infinity.sharded.outbox import GradientOutbox
-from infinity.sharded.rank_broadcast import BroadcastFromFirst, NoBroadcast, RankBroadcast
 from infinity.sharded.shared_generation_maker import SharedGenerationMaker
 from infinity.sharded.shared_gradients import SharedGradients
 from infinity.state.shard import Shard
@@ -64,5 +64,5 @@ def open_maker(world: World, generations: Generations | None) -> GenerationMaker
     return SharedGenerationMaker(world, generations) if isinstance(world, MultiRankWorld) else LocalGenerationMaker()
 
 
-def open_broadcast(world: World) -> RankBroadcast:
+def open_broadcast(world: World) -> InitialValuesBroadcast:
     return BroadcastFromFirst(world) if isinstance(world, MultiRankWorld) else NoBroadcast()

@@ -26,7 +26,7 @@ _NOT_ENCODED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.Layer
 _FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "nf4": ("nf4", "nf4_fp32")}
 
 
-class EncodedForm(NamedTuple):
+class CheckpointEncoding(NamedTuple):
     """Encoded form in which a checkpoint contains a parameter.
 
     Attributes:
@@ -47,15 +47,15 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
     Args:
         parameter: the parameter.
         codec: the form.
-        read: see EncodedForm.
+        read: see CheckpointEncoding.
     """
-    _given[parameter] = EncodedForm(codec, read)
+    _given[parameter] = CheckpointEncoding(codec, read)
 
 
-def encoded_form(parameter: nn.Parameter) -> EncodedForm | None:
+def encoded_form(parameter: nn.Parameter) -> CheckpointEncoding | None:
     """Return the parameter's encoded form in the checkpoint; None if the checkpoint does not have the parameter in
     encoded form."""
-    found: EncodedForm | None = _given.get(parameter)
+    found: CheckpointEncoding | None = _given.get(parameter)
     return found
 
 

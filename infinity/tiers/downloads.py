@@ -279,7 +279,7 @@ class GradientQueue(_D2HStream):
             self._bounced[0][0].wait()
 
 
-class GroupDownload:
+class GroupGradientDownload:
     """Download of the gradients of one group.
 
     Attributes:

@@ -24,7 +24,7 @@ from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent, SwapStore
-from infinity.tiers.downloads import GroupDownload
+from infinity.tiers.downloads import GroupGradientDownload
 
 
 class _SpillState(enum.Enum):
@@ -105,7 +105,7 @@ class SpilledGradients:
             the CPU.
     """
 
-    def __init__(self, extent: Extent, landing: LandingWindow, down: GroupDownload | None) -> None:
+    def __init__(self, extent: Extent, landing: LandingWindow, down: GroupGradientDownload | None) -> None:
         self._extent = extent
         self._landing = landing
         self._down = down

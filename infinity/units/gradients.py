@@ -36,7 +36,7 @@ from infinity.io.store import Extent
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
 from infinity.state.unit import FlatParameterGroup, ParameterPlace, ParameterSpec, Unit
-from infinity.tiers.downloads import GradientQueue, GroupDownload
+from infinity.tiers.downloads import GradientQueue, GroupGradientDownload
 from infinity.tiers.landing_window import LandingWindow, SpilledGradients
 from infinity.tiers.resources import ModelResources
 from infinity.units.arrivals import GradientArrivals
@@ -69,7 +69,7 @@ class GroupGradients:
         self._unit = unit
         self._group = group
         self._home = home
-        self._down = None if queue is None else GroupDownload(queue, group)
+        self._down = None if queue is None else GroupGradientDownload(queue, group)
         self._spill = None if extent is None or window is None else SpilledGradients(extent, window, self._down)
         self._spilled = home is None
         self._pool = pool
@@ -163,7 +163,9 @@ class GroupGradients:
         if self._spill is not None:
             self._spill.use(self._group.state_bytes(dtype.itemsize))
 
-    def _pack(self, down: GroupDownload, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool) -> None:
+    def _pack(
+        self, down: GroupGradientDownload, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool
+    ) -> None:
         if not spec.numel:
             self._sums.pop(spec.name, None)
             return

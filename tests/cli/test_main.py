@@ -202,17 +202,17 @@ def unread(tmp_path: Path) -> int:
 WORKS = "print('a line', flush=True); print('another', flush=True); open('done', 'w').close(); "
 
 
-def in_outlets(ending: str, *, go_on: bool, tmp_path: Path, **how: Any) -> subprocess.CompletedProcess[str]:
+def in_output_streams(ending: str, *, go_on: bool, tmp_path: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys\nfrom infinity.cli.streams import outlets\n"
-        f"with outlets(go_on={go_on}) as out:\n    out.begin_run(); {WORKS}\n{ending}"
+        "import sys\nfrom infinity.cli.streams import output_streams\n"
+        f"with output_streams(go_on={go_on}) as out:\n    out.begin_run(); {WORKS}\n{ending}"
     )
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path, **how)
 
 
 def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
     writer = unread(tmp_path)
-    done = in_outlets("sys.exit(7)", go_on=True, tmp_path=tmp_path, stdout=writer)
+    done = in_output_streams("sys.exit(7)", go_on=True, tmp_path=tmp_path, stdout=writer)
     os.close(writer)
     assert done.returncode == 7
     assert done.stderr == "the output cannot be written any more (Broken pipe); the work continues without it\n"
@@ -221,7 +221,7 @@ def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_when_the_disk_of_its_log_is_full(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = in_outlets("sys.exit(7)", go_on=True, tmp_path=tmp_path, stdout=full)
+        done = in_output_streams("sys.exit(7)", go_on=True, tmp_path=tmp_path, stdout=full)
     assert done.returncode == 7
     assert "No space left on device" in done.stderr
     assert (tmp_path / "done").exists()
@@ -232,8 +232,8 @@ def test_a_closed_stream_is_no_place_for_the_next_file(closed: tuple[int, ...], 
     """The swap file would get its number, and then every line."""
     shell = " ".join(f"{number}>&-" for number in closed)
     code = (
-        "import os, sys\nfrom infinity.cli.streams import outlets\n"
-        "with outlets(go_on=True):\n    fd = os.open('file', os.O_CREAT | os.O_WRONLY)\n"
+        "import os, sys\nfrom infinity.cli.streams import output_streams\n"
+        "with output_streams(go_on=True):\n    fd = os.open('file', os.O_CREAT | os.O_WRONLY)\n"
         "    print('a line', flush=True); print('another', file=sys.stderr, flush=True)\n"
         "    assert fd > 2, fd\n    open('done', 'w').close()"
     )
@@ -260,7 +260,7 @@ def test_a_benchmark_that_nobody_reads_ends(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_utf8_is_printed_escaped(tmp_path: Path) -> None:
-    code = "from infinity.cli.streams import outlets\nwith outlets(go_on=True):\n    print('\\udcff → ü')"
+    code = "from infinity.cli.streams import output_streams\nwith output_streams(go_on=True):\n    print('\\udcff → ü')"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "\\udcff \\u2192 \\xfc\n"

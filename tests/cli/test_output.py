@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infinity.cli import models
+from infinity.cli import finetuned_model
 from infinity.cli.main import main
 from infinity.cli.output import OutputDirectory, SavedModel
 from infinity.cli.training import FinetuneRun
@@ -164,13 +164,13 @@ def test_an_interrupt_while_the_model_is_saved_waits_for_it(
 ) -> None:
     import signal
 
-    save = models.save_model
+    save = finetuned_model.save_model
 
     def interrupted(*given: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         save(*given)
 
-    monkeypatch.setattr(models, "save_model", interrupted)
+    monkeypatch.setattr(finetuned_model, "save_model", interrupted)
     assert run(short) == 130
     assert "the model is being saved" in capsys.readouterr().out
     assert loads(short["--output"])

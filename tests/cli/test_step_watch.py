@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import TensorBoardCallback
 
 from infinity.cli import run_directory, training
-from infinity.cli.history import RunHistory, TextSample
+from infinity.cli.history import GeneratedText, RunHistory
 from infinity.cli.main import main
 from infinity.cli.ownership_mark import DirectoryOwner
 from infinity.cli.progress import StepFacts
@@ -335,7 +335,7 @@ def test_the_last_steps_model_is_the_output_and_is_not_saved_twice(
 def test_the_facts_of_steps_are_kept_with_their_samples() -> None:
     made = RunHistory()
     made.facts.append(StepFacts(1, 2.5, 1e-3, math.nan, 0.5, 7, 8, 9))
-    made.samples.append(TextSample(1, "a", "b"))
+    made.samples.append(GeneratedText(1, "a", "b"))
     again = RunHistory()
     again.load_state_dict(made.state_dict())
     assert again.samples == made.samples

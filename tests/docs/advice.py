@@ -86,8 +86,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or infinity finetune --from-checkpoint": "cli/test_resume.py::"
         "test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy",
     },
-    "checkpoint/adapters.py": {
-        "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
+    "checkpoint/save_adapters.py": {
+        "Call model.save_pretrained(directory)": "checkpoint/test_save_adapters.py::"
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
     },
     "checkpoint/tensor_names.py": {
@@ -225,7 +225,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or give --loss-on all to learn whole conversations": "cli/test_fields.py::"
         "test_what_a_user_says_is_learned_as_the_message_says",
     },
-    "cli/models.py": {
+    "cli/finetuned_model.py": {
         "are trained: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
         "test_it_says_nothing_where_all_is_trained",
         "does nothing with --lora, which trains the": "cli/test_lora.py::"
@@ -282,7 +282,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or give --loss-on all to learn whole conversations, incl": "cli/test_examples.py::"
         "test_each_way_on_of_a_template_without_marks_is_one",
     },
-    "cli/references.py": {
+    "cli/reference_model.py": {
         "give --model with the original weights": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
     },
     "cli/run_command.py": {
@@ -365,7 +365,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_changed_before",
         "Or make the optimizer after the change and": "runtime/test_reoffload.py::"
         "test_following_the_advice_a_weight_is_computed_from_now_on",
-        "call merged.save_pretrained(directory) in the": "checkpoint/test_adapters.py::"
+        "call merged.save_pretrained(directory) in the": "checkpoint/test_save_adapters.py::"
         "test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters",
     },
     "durable/commits.py": {
@@ -520,7 +520,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "reads a copy; a change": "optim/test_adamw.py::"
         "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
     },
-    "optim/scaling.py": {
+    "optim/loss_scale.py": {
         "and do not call scaler.unscale_()": "runtime/test_loss_scaling.py::"
         "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
     },
@@ -563,7 +563,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
         "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
-    "runtime/track.py": {
+    "runtime/track_and_commit.py": {
         "name one: infinity.track(..., model=model)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
         "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"

@@ -93,11 +93,11 @@ def _of_json(text: str, draw: random.Random) -> str:
 
 def forged(kind: str, version: int, value: Any, draw: random.Random) -> bytes:
     """Return the document, sometimes with another change in its text; the checksum is valid."""
-    packer = document._Packer()
-    text = bytearray(packer.dump(value).encode())
+    encoder = document._ValueEncoder()
+    text = bytearray(encoder.dump(value).encode())
     if draw.random() < 0.15:
         _spoil(text, draw)
-    data = b"".join(packer.blobs)
+    data = b"".join(encoder.blobs)
     if draw.random() < 0.03:
         data = data[:-1]
     digest = document._digest(version, bytes(text), data)

@@ -209,14 +209,14 @@ OF_RANKS = [
     ),
     Mutant(
         "values that ranks made in memory are those of rank 0",
-        "infinity/sharded/rank_broadcast.py",
+        "infinity/sharded/initial_values.py",
         "            values[name] = self.of_rank_0(name, values[name])\n",
         "            pass\n",
         (_BEGIN, "-k", "not_seeded"),
     ),
     Mutant(
         "ranks train on the files of one checkpoint",
-        "infinity/sharded/rank_broadcast.py",
+        "infinity/sharded/initial_values.py",
         "            if not in_memory(name):\n",
         "            if False:\n",
         (_BEGIN, "-k", "different_checkpoints"),

@@ -73,7 +73,7 @@ OF_RUNS = [
     ),
     Mutant(
         "code is trusted by each process anew",
-        "infinity/cli/models.py",
+        "infinity/cli/finetuned_model.py",
         '"trust_remote_code": bool(options.trust_remote_code)}',
         '"trust_remote_code": True}',
         ("tests/cli/test_remote_code.py",),

@@ -17,7 +17,7 @@ from types import FrameType
 from infinity import __version__
 from infinity.cli import options as types
 from infinity.cli.bench.options import BenchOptions
-from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ClosedOutputError, interruptible_imports, outlets
+from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ClosedOutputError, interruptible_imports, output_streams
 from infinity.errors import ConfigError, InfinityError, printable
 from infinity.quoting import one_line
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        with outlets(go_on=False) as out:
+        with output_streams(go_on=False) as out:
             try:
                 _survey(arguments)
             except (InfinityError, OSError, MemoryError) as error:

@@ -15,10 +15,10 @@ from pathlib import Path
 from types import FrameType
 
 from infinity import __version__, files
-from infinity.cli.doctor import core, machine, memory, versions
+from infinity.cli.doctor import core, installed_packages, machine, memory
 from infinity.cli.doctor.disks import disk
 from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text
-from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
+from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
 from infinity.cli.doctor.subprocess_probes import ends, look
 from infinity.cli.doctor.with_torch import with_torch
 from infinity.config import SwapConfig, load_config
@@ -87,11 +87,11 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
         ProbeGroup.of(
             "versions",
             {
-                "system": versions.system,
-                "infinity": versions.infinity_version,
-                "import infinity": versions.imported,
-                "required": versions.required,
-                "optional": versions.optional,
+                "system": installed_packages.system,
+                "infinity": installed_packages.infinity_version,
+                "import infinity": installed_packages.imported,
+                "required": installed_packages.required,
+                "optional": installed_packages.optional,
             },
         ),
         ProbeGroup.of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.base.small_files import number_of
 from infinity.cli.doctor.fixes import pip_install, restarted, written
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 
 _ROOT = Path("/")
 _TRIED_BYTES = 1 << 20

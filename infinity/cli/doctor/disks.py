@@ -13,7 +13,7 @@ from infinity import _native, files
 from infinity.base.small_files import chosen, text_of
 from infinity.cli.disk_kinds import DiskKind, kind_of
 from infinity.cli.doctor.fixes import restarted, written
-from infinity.cli.doctor.rows import ProbeFinding, ProbeGroup, State
+from infinity.cli.doctor.probes import ProbeFinding, ProbeGroup, State
 from infinity.cli.doctor.subprocess_probes import new_name
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError

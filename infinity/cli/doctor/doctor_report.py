@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from infinity.cli.doctor.rows import ProbeFinding, State
+from infinity.cli.doctor.probes import ProbeFinding, State
 from infinity.errors import printable
 
 SCHEMA, VERSION = "infinity-doctor", 1

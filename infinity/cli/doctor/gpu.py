@@ -17,7 +17,7 @@ from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator
 from infinity.base.host_limits import available_host_bytes, budgets_in_ram
 from infinity.cli.doctor.fixes import pip_install, restarted
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.io.arena import PinnedArena

@@ -11,7 +11,7 @@ from infinity.base import pci
 from infinity.base.control_groups import groups, processors_allowed
 from infinity.base.small_files import text_of
 from infinity.cli.doctor.fixes import container_kind, restarted
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 

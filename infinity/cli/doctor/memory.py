@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.base.small_files import chosen, fields, number_in, text_of
 from infinity.cli.doctor.fixes import restarted, written
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 

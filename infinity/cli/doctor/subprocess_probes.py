@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NoReturn
 
-from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
+from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
 from infinity.quoting import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)

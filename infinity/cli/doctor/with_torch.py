@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from infinity.cli.doctor.fixes import pip_install
 from infinity.cli.doctor.machine import threads
 from infinity.cli.doctor.memory import locked
-from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
+from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
 from infinity.config import SwapConfig
 
 if TYPE_CHECKING:

@@ -145,7 +145,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     Raises:
         ConfigError: PEFT is not installed, or the model has no such layers.
     """
-    from infinity.cli.models import ALL_LINEAR, NEEDS_PEFT
+    from infinity.cli.finetuned_model import ALL_LINEAR, NEEDS_PEFT
 
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(NEEDS_PEFT)

@@ -14,7 +14,7 @@ import yaml
 from infinity.cli import main
 from infinity.cli.doctor import command
 from infinity.cli.doctor.command import doctor, groups
-from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
+from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
 from infinity.config import SwapConfig
 from infinity.errors import InfinityError
 from tests.cli.test_main import ended

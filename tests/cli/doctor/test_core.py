@@ -10,7 +10,7 @@ import pytest
 
 from infinity import _native
 from infinity.cli.doctor.core import engine, instruction_set
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from tests.io.test_disks import write
 
 SECCOMP = "io_uring is not usable: the kernel refuses io_uring: Docker's default seccomp profile blocks it"

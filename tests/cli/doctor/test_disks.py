@@ -14,7 +14,7 @@ import pytest
 from infinity import _native
 from infinity.cli.doctor import disks
 from infinity.cli.doctor.disks import DiskProbes, disk
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.cli.doctor.subprocess_probes import look
 from infinity.cli.endurance import Endurance
 from infinity.io.disk_profile import DiskProfile, save_profile

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text, verdict
-from infinity.cli.doctor.rows import ProbeFinding, State
+from infinity.cli.doctor.probes import ProbeFinding, State
 
 
 def rows(*states: State) -> list[ProbeFinding]:

@@ -13,7 +13,7 @@ from infinity.base import accelerator, c_runtime, pci
 from infinity.base.accelerator import DeviceFacts, TorchAccelerator
 from infinity.cli.doctor import gpu
 from infinity.cli.doctor.gpu import CopyMeasurement, GpuProbes, measure
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from tests.base.test_pci import card, put
 from tests.bench.gpu import fake_cuda

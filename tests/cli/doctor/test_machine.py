@@ -10,7 +10,7 @@ import pytest
 
 from infinity.cli.doctor import machine
 from infinity.cli.doctor.machine import container, io_limit, node_processors, numa, shared, threads
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from tests.base.test_pci import card
 from tests.io.test_disks import nvme, place, write

@@ -13,7 +13,7 @@ import pytest
 
 from infinity.cli.doctor import subprocess_probes
 from infinity.cli.doctor.command import _terminate
-from infinity.cli.doctor.rows import Probe, ProbeFinding, ProbeGroup
+from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
 from infinity.cli.doctor.subprocess_probes import ends, look, new_name
 from tests.processes import Forked
 

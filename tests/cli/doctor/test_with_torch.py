@@ -10,7 +10,7 @@ import torch
 
 from infinity.base import accelerator
 from infinity.cli.default_dtype import default_dtype
-from infinity.cli.doctor.rows import ProbeFinding
+from infinity.cli.doctor.probes import ProbeFinding
 from infinity.cli.doctor.with_torch import processor, with_torch
 from infinity.config import SwapConfig
 from tests.io.test_disks import write

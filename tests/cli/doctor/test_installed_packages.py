@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.doctor import fixes, versions
-from infinity.cli.doctor.rows import ProbeFinding
-from infinity.cli.doctor.versions import imported, infinity_version, optional, required, system
+from infinity.cli.doctor import fixes, installed_packages
+from infinity.cli.doctor.installed_packages import imported, infinity_version, optional, required, system
+from infinity.cli.doctor.probes import ProbeFinding
 
 REQUIRES = ["torch>=2.6", "numpy>=1.26", "transformers>=4.56", 'peft>=0.21; extra == "hf"']
 
@@ -63,9 +63,9 @@ def test_infinity_is_what_a_script_imports(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_another_infinity_that_a_script_would_import_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    there = versions.infinity.__file__
+    there = installed_packages.infinity.__file__
     (tmp_path / "mine.py").touch()
-    monkeypatch.setattr(versions.infinity, "__file__", str(tmp_path / "mine.py"))
+    monkeypatch.setattr(installed_packages.infinity, "__file__", str(tmp_path / "mine.py"))
     found = imported()
     assert (found.state, found.mend) == ("missing", "")
     assert found.finding.startswith(f"`import infinity` finds {there} here, not this infinity: rename it")
@@ -77,13 +77,13 @@ def test_the_other_package_of_that_name_is_told_by_its_version(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(versions, "python", lambda: "python")
+    monkeypatch.setattr(installed_packages, "python", lambda: "python")
     installed["infinity"] = "1.5"
     found = imported()
     assert (found.state, found.mend) == ("slower", "python -m pip uninstall -y infinity")
     assert "PyPI's other package infinity 1.5 is installed as well" in found.finding
     (tmp_path / "infinity.py").touch()
-    monkeypatch.setattr(versions.infinity, "__file__", str(tmp_path / "infinity.py"))
+    monkeypatch.setattr(installed_packages.infinity, "__file__", str(tmp_path / "infinity.py"))
     found = imported()
     assert found.state == "missing"
     assert found.mend == (
@@ -93,7 +93,7 @@ def test_the_other_package_of_that_name_is_told_by_its_version(
 
 def test_infinity_that_is_not_installed_is_an_error_for_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert infinity_version().state == "ok"
-    monkeypatch.setattr(versions, "_DISTRIBUTION", "no-such-distribution")
+    monkeypatch.setattr(installed_packages, "_DISTRIBUTION", "no-such-distribution")
     with pytest.raises(metadata.PackageNotFoundError):
         infinity_version()
 

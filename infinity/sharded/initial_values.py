@@ -29,8 +29,8 @@ The ranks do not compare the complete value, because then each rank would have t
 """
 
 
-class RankBroadcast(Protocol):
-    """Broadcast of the tensors of rank 0. All ranks make the same calls in the same order."""
+class InitialValuesBroadcast(Protocol):
+    """Broadcast of the initial values of rank 0. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         """Return a source of the values of a unit's parameters, with the same values on all ranks. The arguments are
@@ -48,7 +48,7 @@ class RankBroadcast(Protocol):
 
 
 class NoBroadcast:
-    """RankBroadcast of a single process, which changes nothing."""
+    """InitialValuesBroadcast of a single process, which changes nothing."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         return source
@@ -61,7 +61,7 @@ class NoBroadcast:
 
 
 class BroadcastFromFirst:
-    """RankBroadcast of several ranks."""
+    """InitialValuesBroadcast of several ranks."""
 
     def __init__(self, world: MultiRankWorld) -> None:
         self._world = world

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import infinity
-from infinity.cli.references import ReferenceModel
+from infinity.cli.reference_model import ReferenceModel
 from infinity.config import SwapConfig
 from tests.models import llama
 

@@ -21,16 +21,16 @@ from typing import Any
 import transformers
 from torch import nn
 
-from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
-from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.from_portable import offload_from_checkpoint
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
 from infinity.checkpoint.reshard import resume
+from infinity.checkpoint.save_adapters import CONFIG_NAME as ADAPTERS_NAME
+from infinity.checkpoint.save_adapters import is_peft_model
 from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.references import ReferenceModel
+from infinity.cli.reference_model import ReferenceModel
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.quoting import quoted, raised

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import infinity
 from infinity.cli.doctor.fixes import pip_install, python
-from infinity.cli.doctor.rows import ProbeFinding, State
+from infinity.cli.doctor.probes import ProbeFinding, State
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

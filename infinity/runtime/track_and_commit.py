@@ -1,5 +1,8 @@
-"""State that generations keep in addition to the units' states: schedulers, loaders and other objects with a
-state_dict."""
+"""infinity.track and infinity.commit.
+
+infinity.track adds the states of schedulers, loaders and other objects with a state_dict to every generation.
+infinity.commit makes a generation.
+"""
 
 from __future__ import annotations
 

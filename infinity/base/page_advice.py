@@ -1,4 +1,5 @@
-"""Files that are mapped into memory, such as the tensors of a checkpoint that safetensors opened."""
+"""Advice to the kernel about the pages of files that are mapped into memory, such as the tensors of a checkpoint that
+safetensors opened."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _WORTHWHILE_BYTES = 1 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def read_ahead(value: torch.Tensor) -> None:
+def preload_pages(value: torch.Tensor) -> None:
     """Make the kernel read a tensor, and the 64 MiB after it in the file, in the background.
 
     The call is only advice: if the kernel ignores the advice, only time is lost. If the memory belongs to no file,

@@ -1,4 +1,4 @@
-"""The rows of the doctor's report, and the probes that produce them."""
+"""The probes of the doctor, and the rows of its report, which the probes produce."""
 
 from __future__ import annotations
 
