@@ -3,7 +3,7 @@
 The core does not know torch, CUDA or units. The only Python objects that it reads are buffers. Every buffer argument is
 a contiguous object with the buffer protocol (memoryview, numpy array). A buffer of the wrong size or alignment, or a
 read-only buffer, raises a `ValueError` that names the problem. An argument that is not a buffer raises `TypeError`.
-Calls that wait or compute release the GIL.
+While a call waits or computes, it does not hold the GIL.
 """
 
 from collections.abc import Sequence
@@ -246,8 +246,8 @@ class IOEngine:
     def register_memory(self, memory: Buffer) -> str:
         """Register memory with the kernel, which makes transfers cheaper.
 
-        The memory must stay mapped while the engine is open. Returns '', or why the kernel refused (memlock). A refusal
-        only costs processor time.
+        The memory must stay mapped while the engine is open. Returns '' if the kernel registered the memory. Otherwise
+        returns the reason of the kernel's refusal (memlock): transfers then take more processor time.
         """
     def counters(self) -> dict[str, int]:
         """Return read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
@@ -518,8 +518,10 @@ class UpdatePipeline:
     def staging_tile_bytes(
         numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
     ) -> int:
-        """Return the bytes of a tile of `numel` elements. All states, and with `gradients` also gradients, are in a
-        file."""
+        """Return the bytes of a tile of `numel` elements in the staging, for an update whose states are all in a file.
+
+        If `gradients` is true, the gradients are in a file, too.
+        """
     def submit(
         self,
         *,

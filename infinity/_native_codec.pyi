@@ -124,7 +124,7 @@ def decode_weights(
 class DecodePart:
     """Weight that a `WeightDecoder` decodes. The object keeps its buffers alive.
 
-    Arguments and errors are those of `decode_weights`.
+    The arguments and errors are the same as for `decode_weights`.
     """
 
     def __init__(

@@ -143,10 +143,11 @@ class Uploads:
 
         Returns:
             A future that is done once the last copy and `ready` are queued. From then on a stream can wait for `ready`.
-            If the job fails, the future fails once no read and no copy of the job is in flight. Its failure is that of
-            the failed read or `after`; kind 'io' with errno 0 for an error of the gate; or 'canceled'. Two failures end
-            all uploads: a read that failed with 'timeout', and an error of the gate after which the device may still
-            read a piece. In these two cases this job and all later jobs fail, and the bounce buffer is never freed.
+            If the job fails, the future fails after all reads and copies of the job in flight have ended. It has the
+            failure of the failed read, or of the failed future in `after`. After an error of the gate, its failure has
+            kind 'io' and errno 0. After `cancel`, its failure has kind 'canceled'. Two failures end all uploads: a read
+            that failed with 'timeout', and an error of the gate after which the device may still read a piece. In these
+            two cases this job and all later jobs fail, and the bounce buffer is never freed.
 
         Raises:
             ValueError: there are no parts; a part is empty, misaligned or not within its file's checksums; or `close`
@@ -155,8 +156,8 @@ class Uploads:
     def cancel(self, future: IOFuture) -> None:
         """Stop the reads and copies of a job, without waiting.
 
-        The job's future fails as canceled once no read and no copy of the job is in flight, unless its last copy was
-        queued before.
+        The job's future fails as canceled after all reads and copies of the job in flight have ended. If the last copy
+        of the job was queued before this call, the future does not fail.
         """
     def counters(self) -> dict[str, int]:
         """Return counters.

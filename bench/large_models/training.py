@@ -72,7 +72,9 @@ class TrainingError(RuntimeError):
 
 
 def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
-    """Return memory.device and memory.host for a limit, after subtracting the interpreter.
+    """Return memory.device and memory.host for a run whose process has a memory limit of `limit_bytes`.
+
+    The memory of the interpreter is subtracted from the limit first.
 
     On the CPU both halves are RAM. One half of memory.device is for the weights of a few blocks, the other half for
     activations.

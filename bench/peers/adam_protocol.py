@@ -43,7 +43,7 @@ def fill(tensor: Any, scale: float) -> None:
 
 
 def serve(make: Callable[[int, int], dict[str, Callable[[], None]]], weights: Callable[[], Any]) -> None:
-    """Answer the driver's orders until it sends quit or ends.
+    """Answer the driver's orders until the driver sends `quit`, or its process ends.
 
     Args:
         make: function from (numel, threads) to the rows, by name; a row is a function that does its work once.

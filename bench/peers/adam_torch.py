@@ -1,7 +1,8 @@
 """Worker of adam_vs_peers that runs torch.optim.AdamW(fused=True), or DeepSpeedCPUAdam if the third argument is
 "deepspeed".
 
-The rows are the step alone, and every known way to write the complete pass. The driver uses the fastest of these ways.
+One row measures the optimizer's step alone. The other rows measure the complete pass, which also computes the norm and
+casts the gradients and weights; each row writes the pass in another way. The driver uses the fastest of these ways.
 """
 
 from __future__ import annotations

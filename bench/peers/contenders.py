@@ -2,9 +2,13 @@
 
 torch, deepspeed, deepspeed-nvme          the peers
 processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
-infinity-WEIGHTS[-int8][-cached|-lean][-OVERLAP]  WEIGHTS: host or nvme; optimizer states on NVMe, none of them
-                                          cached but with -cached; -lean: memory.host is what weights and gradients
-                                          need and 512 MiB; OVERLAP: during_backward, before_forward or off, else auto
+infinity-WEIGHTS[-int8][-cached|-lean][-OVERLAP]  infinity, with the optimizer states on NVMe
+
+WEIGHTS   home of the weights: host or nvme
+-int8     the moments are in int8; without -int8, they are in fp32
+-cached   RAM caches as many optimizer states as fit; without -cached, RAM caches none of them
+-lean     memory.host is the size of the gradients, and of weights in RAM, plus 512 MiB
+OVERLAP   during_backward, before_forward or off; without OVERLAP, the setting is auto
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _run(row: Row, mover: Mover) -> dict[str, float]:
 
 
 def serve(prepare: Prepare) -> None:
-    """Answer the driver's orders until it sends quit or ends."""
+    """Answer the driver's orders until the driver sends `quit`, or its process ends."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries' output must not be mixed with the answers
     row, mover = Row("", "read", 0, 0), None

@@ -43,8 +43,9 @@ _READ_TO_WRITE = 3.23 / 4.40
 _DRAM = 60e9
 """Memory bandwidth by bench/adam_forms.py on this machine, two cores: a loop that reads and writes in place."""
 _CHECKSUMS = 26.5e9
-"""Rate for runs that have no contender with overlap off; from 2026-11-21-step-overlap-256-unclipped.json of the same
-day.
+"""Bytes per second, for results in which no run had overlap off, so that `_checksums` cannot compute the rate.
+
+The rate is from 2026-11-21-step-overlap-256-unclipped.json.
 """
 _VISIT_S = 2.2e-4
 """Seconds of Python per visit of a unit. Per step, a layer with its states on NVMe takes 0.59 ms more than a layer of

@@ -58,7 +58,7 @@ class Fluid:
         self.used: dict[str, float] = defaultdict(float)
 
     def start(self, activity: Activity, done: Callable[[], None]) -> None:
-        """Begin an activity; `done` runs when its work is done."""
+        """Begin an activity. The function `done` is called when the activity has ended."""
         activity.done = done
         if activity.work <= 0:
             self._clock.after(0.0, done)

@@ -251,9 +251,9 @@ def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
         now = unit.parameters[name]
         if now.shape != spec.shape or now.dtype != group.dtype:
             raise ModelError(
-                f"'{name}' is {tuple(now.shape)}, {now.dtype} at the end of infinity.gathered, and "
-                f"{tuple(spec.shape)}, {group.dtype} in the store. Nothing was written; change values only. "
-                "model.resize_token_embeddings() needs no infinity.gathered around it."
+                f"'{name}' has shape {tuple(now.shape)} and dtype {now.dtype} at the end of infinity.gathered; in the "
+                f"store it has shape {tuple(spec.shape)} and dtype {group.dtype}. Nothing was written; change values "
+                "only. model.resize_token_embeddings() needs no infinity.gathered around it."
             )
 
 

@@ -22,10 +22,11 @@ class _MallInfo(ctypes.Structure):
 
 
 class HeapTrimmer:
-    """Heap of this process, which is checked each time another `budget` / 8 bytes of weights have been used.
+    """Heap of this process, whose holes are returned to the system when they are too large.
 
-    If the heap's holes are larger than `budget` / 8 bytes at a check, the holes are returned to the system. glibc does
-    not report which holes still have pages, so every check with large holes returns all of them again.
+    The heap is checked when weights of `budget` / 8 bytes have been used since the last check. If the holes together
+    have more than `budget` / 8 bytes, the check returns the holes to the system. glibc does not report which holes
+    still have pages, so such a check returns all holes again.
 
     With a C library other than glibc, or glibc before 2.33, this class does nothing.
 

@@ -20,10 +20,13 @@ from infinity.errors import InfinityError
 Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
 """Reason why the compute thread is not computing.
 
-fetch: it waits for weights from the store. update: it waits until a unit's update of the previous step is computed, or
-until the update releases the unit's slot. gradient: it lands gradients in host memory. room: it waits for, or makes,
-room for weights. commit: it makes a step durable. step: all other parts of optimizer.step: it computes the norm,
-decides the step, submits updates, and waits in between.
+fetch     It waits for weights from the store.
+update    It waits until a unit's update of the previous step is computed, or until the update releases the unit's slot.
+gradient  It lands gradients in host memory.
+room      It waits for room for weights, or makes room.
+commit    It makes a step durable.
+step      It does the remaining work of optimizer.step: it computes the norm, decides the step and submits updates, and
+          waits in between.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

@@ -109,7 +109,7 @@ def write_copy(
     """Write a portable copy of a generation of an open store. The caller has read all bytes of the generation and
     compared them with their checksums.
 
-    Arguments and errors are those of export_checkpoint.
+    The arguments and errors are the same as for export_checkpoint.
     """
     _require_free(target)
     with written_aside(target, "exporting to") as aside:

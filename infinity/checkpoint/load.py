@@ -166,7 +166,7 @@ class _ModelSources:
     ) -> _ModelSources:
         """Return the sources for the arguments of load_pretrained.
 
-        The errors are those of load_pretrained. All ranks call this.
+        The errors are the same as for load_pretrained. All ranks call this.
         """
         if resume == "auto":
             resume = bool(config.nvme.paths) and _has_generations(config)

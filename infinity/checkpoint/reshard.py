@@ -74,7 +74,7 @@ def resume(
     If the run had another number of ranks, each new rank reads its slices of the generation that the old ranks left.
     The new ranks commit a generation of their own before the stores of the old ranks are removed. In this case, all
     stores must be in the same nvme.paths, on disks that every rank can access. A new rank gets the RNG states and
-    tracked objects of the old rank with the same number. If there was no such rank, it gets those of rank 0.
+    tracked objects of the old rank with the same number, or of rank 0 if there was no such rank.
 
     The complete generation is read once and compared with its checksums before the run continues. If the newest
     generation is damaged and the config keeps a previous generation, the previous generation is used and a warning is
@@ -112,7 +112,7 @@ def resume(
 def resume_on(
     model: Model, terms: OffloadArguments, *, step: int | None = None, folder: str | Path | None = None
 ) -> Model:
-    """Resume a run. The arguments are those of resume(), parsed into `terms`."""
+    """Resume a run. `terms` has the parsed arguments of resume()."""
     config = terms.config
     tile_as_run(model, config)
     if folder is not None or not config.nvme.paths or config.commit_every == 0:

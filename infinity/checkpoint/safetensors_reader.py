@@ -46,7 +46,7 @@ def open_tensor_file(
 
 
 def tensor_of(file: str | Path, name: str, **failing: Any) -> torch.Tensor:
-    """Return a tensor of a file. Arguments and errors are those of open_tensor_file()."""
+    """Return a tensor of a file. The arguments and errors are the same as for open_tensor_file()."""
     with open_tensor_file(file, name, **failing) as tensors:
         tensor: torch.Tensor = tensors.get_tensor(name)
         return tensor

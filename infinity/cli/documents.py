@@ -72,8 +72,8 @@ class NotTextError(Exception):
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Return the files to read, in a fixed order.
 
-    These are the files in `paths`, and all files below the directories in `paths` that are not hidden. Symbolic links
-    are followed.
+    Each file in `paths` is read. Of each directory in `paths`, all files are read, also in its subdirectories; hidden
+    files and hidden subdirectories are left out. Symbolic links are followed.
 
     Returns:
         The files, and the entries of directories that are not read, each with the reason.

@@ -390,8 +390,8 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
 def _check(options: FinetuneOptions, config: SwapConfig) -> None:
     if options.method != "sft" and config.vertical:
         raise NotAvailableError(
-            f"--method {options.method} with --micro-batches, or `vertical` in the swap config, is not available yet: "
-            "leave them out, and give --gradient-accumulation"
+            "vertical micro-batches (--micro-batches, or `vertical` in the swap config) are not available yet with "
+            f"--method {options.method}: use --gradient-accumulation instead"
         )
     if options.sequence_length < 2:
         raise ConfigError(

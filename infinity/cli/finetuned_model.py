@@ -143,7 +143,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
 
     Raises:
         ConfigError: a pattern of --freeze or a name of --lora-targets matches nothing in the model.
-        InfinityError: the model cannot be loaded or offloaded; the errors are those of load_pretrained.
+        InfinityError: the model cannot be loaded or offloaded; the errors are the same as for load_pretrained.
     """
     passes = 1 if config.vertical else options.gradient_accumulation
     made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
@@ -274,7 +274,7 @@ def save_model(
         config: values of the model's config to write, or None for the current values.
 
     Raises:
-        InfinityError: the model cannot be saved; the errors are those of infinity.save_pretrained.
+        InfinityError: the model cannot be saved; the errors are the same as for infinity.save_pretrained.
     """
     with nullcontext() if config is None else _configured(model, config):
         (save_merged if options.merge else save_pretrained)(model, directory)

@@ -39,7 +39,7 @@ class TrainingExample:
     """A document in which only some tokens contribute to the loss.
 
     Attributes:
-        ids: tokens, including those that begin and end the document.
+        ids: tokens, including the tokens that begin and end the document.
         learned: for each token, whether it contributes to the loss.
         where: file and row of the document.
         is_chat: whether the chat template made the tokens.

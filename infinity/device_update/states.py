@@ -134,7 +134,10 @@ def _update_part(part: DeviceStates, c: _native.Constants, scratch: Scratch) -> 
 
 
 def _load_master(part: DeviceStates, to: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 master: the state that has it, or `to` after joining the halves of split16."""
+    """Return the fp32 master.
+
+    With split16, write the master to `to` and return `to`. Otherwise, return the state that is the master.
+    """
     if part.residual is None:
         return part.weight
     if part.master == "split16":

@@ -18,8 +18,11 @@ from infinity.state.dtypes import native_name
 Difference = Literal["contraction", "division", "sqrt", "denormals", "sum of squares", "rule"]
 """Name of a difference between a device's arithmetic and the native kernel's.
 
-contraction: a product and a sum are rounded together; division, sqrt: the results are not correctly rounded; denormals:
-denormal numbers count as zero; sum of squares: the sums of gradients differ; rule: an update differs otherwise.
+contraction     a product and a sum are rounded together
+division, sqrt  the results are not correctly rounded
+denormals       denormal numbers count as zero
+sum of squares  the sums of the gradients' squares differ
+rule            an update differs for another reason
 """
 
 NUMEL = 65_539
@@ -94,7 +97,7 @@ def _join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _states(form: Form, random: _Random) -> DeviceStates:
-    """Return states of which some are denormal, and some gradients zero, infinite or NaN."""
+    """Return random states. Some of the states are denormal numbers. Some gradients are zero, infinite or NaN."""
     grads = _join(random.signed(-24, 0), random.signed(-127, 0))
     for index, special in enumerate((0.0, -0.0, float("inf"), float("-inf"), float("nan"))):
         grads[1000 + index :: 5000] = special

@@ -107,7 +107,7 @@ class Commits:
         self.resumed: ResumedGeneration | None = None
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
-        """Track objects. The arguments are those of infinity.track."""
+        """Track objects. The arguments are the same as for infinity.track."""
         resumed = self.resumed
         self.tracking.take(objects, named, (lambda *_: None) if resumed is None else resumed.give_back)
 

@@ -246,9 +246,10 @@ def remove_left(paths: Sequence[Path], run: str) -> None:
 
 
 def remove_empty(paths: Iterable[Path]) -> None:
-    """Remove those of the directories `paths` that are empty.
+    """Remove the empty directories in `paths`.
 
-    `paths` are the swap directories that did not exist when the script began.
+    Args:
+        paths: the swap directories that did not exist when the script began.
     """
     for path in paths:
         with suppress(OSError):  # the directory is not empty, or is missing

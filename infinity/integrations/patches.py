@@ -183,7 +183,7 @@ class _WhenImported(MetaPathFinder):
 
 @contextmanager
 def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in the `with` block. The arguments are those of Patches.wrap."""
+    """Replace a function in the `with` block. The arguments are the same as for Patches.wrap."""
     with Patches() as patches:
         patches.wrap(owner, name, ours)
         yield

@@ -50,9 +50,9 @@ def form_of(quantization: Any) -> FrozenName | None:
                 "run`."
             )
         raise NotAvailableError(
-            f"from_pretrained(quantization_config={named}): infinity quantizes weights to NF4 or int8. Leave the "
-            "quantization_config out, and set frozen: nf4 or int8 in the swap config: weights that are not trained are "
-            "then stored in 4 or 8 bits."
+            f"from_pretrained(quantization_config={named}): infinity quantizes weights to NF4 (4 bits) or int8 "
+            "(8 bits) only. Remove the quantization_config, and set frozen: nf4 or frozen: int8 in the swap config. "
+            "infinity then quantizes the weights that are not trained."
         )
     if _value(quantization, "load_in_4bit"):
         return "nf4"

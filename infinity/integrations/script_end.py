@@ -31,7 +31,7 @@ def script_end() -> Iterator[None]:
 
     Before the block ends, the script's threads are joined and its atexit functions are run, even if the script fails.
     """
-    there, functions = set(threading.enumerate()), _AtexitFunctions()
+    earlier, functions = set(threading.enumerate()), _AtexitFunctions()
     try:
         with Patches() as patches:
             patches.wrap(atexit, "register", functions.register)
@@ -40,11 +40,11 @@ def script_end() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        _print_awaited_threads(error, there)
+        _print_awaited_threads(error, earlier)
         raise
     finally:
         try:
-            _join(there)
+            _join(earlier)
         finally:
             functions.run()
 
@@ -86,12 +86,12 @@ def _is_of_a_script(frame: FrameType) -> bool:
     return not (ours or frame.f_code.co_filename.startswith(_LIBRARIES))
 
 
-def _print_awaited_threads(error: BaseException, there: Collection[threading.Thread]) -> None:
+def _print_awaited_threads(error: BaseException, earlier: Collection[threading.Thread]) -> None:
     """Print the error of a script, and the names of the threads that are joined next.
 
     A thread may wait for an event that never happens.
     """
-    names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
+    names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in earlier]
     if names:
         said = "".join(traceback.format_exception_only(error)).strip()
         print(
@@ -100,9 +100,13 @@ def _print_awaited_threads(error: BaseException, there: Collection[threading.Thr
         )
 
 
-def _join(there: Collection[threading.Thread]) -> None:
-    """Join the threads of the script. `there` are the threads that existed before the script began."""
-    while waited := [thread for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]:
+def _join(earlier: Collection[threading.Thread]) -> None:
+    """Join the threads of the script.
+
+    Args:
+        earlier: the threads that existed before the script began.
+    """
+    while waited := [thread for thread in threading.enumerate() if _is_waited_for(thread) and thread not in earlier]:
         for thread in waited:
             pool = _pool_of(thread)
             if pool is not None:

@@ -10,20 +10,23 @@ generation (generation_scan.py).
 2. A manifest is written only after an fdatasync of the swap files. The fdatasync begins when all data of the generation
    have been written.
 3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed. After that
-the directory is fsynced. 4. Older manifests are removed only after the new manifest is durable, and the next step may
-write only after their removal (Commits). If several ranks train, each rank has its own store, and a generation exists
-only when every rank has a manifest of it. Older manifests are then removed only after all ranks have confirmed that
-their new manifest is durable (`prepare`, `retire`). 5. A resumed run fsyncs the directory before it continues from a
-manifest. Before the run writes anything, it removes
+   the directory is fsynced.
+4. Older manifests are removed only after the new manifest is durable, and the next step may write only after their
+   removal (Commits). If several ranks train, each rank has its own store, and a generation exists only when every rank
+   has a manifest of it. Older manifests are then removed only after all ranks have confirmed that their new manifest is
+   durable (`prepare`, `retire`).
+5. A resumed run fsyncs the directory before it continues from a manifest. Before the run writes anything, it removes
    all manifests that it does not keep, and fsyncs the directory again.
 6. A pinned generation has a separate manifest (pins.py), which the actions above do not change. A pin is durable before
-pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before any copy that the
-pinned manifest names may be overwritten. A resumed run keeps all pinned generations, also those that are newer than the
-generation from which it resumes. It keeps them even if it makes a generation of the same step again. 7. Each state that
-changes has more copies than the number of generations that can be kept and pinned at the same time. If there are too
-few copies, nothing is written and an error is raised (`Generations.require_room`). After a power cut, a removed
-manifest may exist again, although its copies have been overwritten. Such a manifest is older than an undamaged
-manifest, and the next resume removes it.
+   pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before any copy that
+   the pinned manifest names may be overwritten. A resumed run keeps all pinned generations, including generations that
+   are newer than the generation from which it resumes. It keeps them even if it makes a generation of the same step
+   again.
+7. Each state that changes has more copies than the number of generations that can be kept and pinned at the same time.
+   If there are too few copies, nothing is written and an error is raised (`Generations.require_room`).
+
+After a power cut, a removed manifest may exist again, although its copies have been overwritten. Such a manifest is
+older than an undamaged manifest, and the next resume removes it.
 """
 
 from __future__ import annotations
@@ -161,8 +164,10 @@ class Generations:
         return candidates(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Make generation `step` durable in a process that trains alone. The arguments and errors are those of
-        prepare()."""
+        """Make generation `step` durable in a process that trains alone.
+
+        The arguments and errors are the same as for prepare().
+        """
         path = self.prepare(step, facts, body)
         self.retire(self.steps)
         return path
@@ -341,10 +346,11 @@ class Generations:
     def _keep_with(
         self, chosen: Manifest, found: Mapping[int, Path], eligible: EligibleGenerations, newer: str
     ) -> None:
-        """Choose the generations that a resumed run keeps: the resumed one and older ones. All others are given up.
+        """Choose the generations that a resumed run keeps: the resumed generation, and older generations.
 
-        Newer generations are given up, and also older generations if there are more than `keep`, or if another rank
-        does not have them. A crash can be the reason for both.
+        All other generations are given up. These are the generations that are newer than the resumed one, the oldest
+        generations if there are more than the run keeps, and older generations that another rank does not have. A crash
+        can leave generations of each kind.
 
         Args:
             chosen: the manifest that the run resumes from.
@@ -474,7 +480,7 @@ class Generations:
         self._pins.mark(self.pin_of(folder), into or folder, digests)
 
     def finish(self, folder: Path) -> None:
-        """Record that the marker of a folder is written. Raises SwapIOError."""
+        """Record in the list of pins that the marker of a checkpoint folder has been written. Raises SwapIOError."""
         self._write_pins(self._pins.entries)
 
     def keep_pins(self, folders: Collection[str]) -> None:

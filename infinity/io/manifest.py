@@ -150,8 +150,8 @@ class Manifest(DiskRecord):
         sums: an XXH3-64 checksum for each 256 KiB of each extent, in the order of the extents; None if the run makes no
             checksums.
         facts: facts about the format of the states. A run that uses the states must have the same facts.
-        body: values that are kept in addition to the states: those of the optimizer, schedulers and random-number
-            generators.
+        body: values that the generation has in addition to the units' states. They belong to the optimizers, the
+            tracked objects and the random-number generators.
         store: the store's layout, the same as in the headers; None in manifests of older versions and in portable
             copies.
         life: id of the ranks that made the generation. All ranks have the same id from their start to their end. None

@@ -346,7 +346,7 @@ class SwapStore:
     ) -> Transfer:
         """Start writing to copy `copy_index` of an extent. By default, the newest values are overwritten.
 
-        Arguments and errors are those of `read`.
+        The arguments and errors are the same as for `read`.
 
         Args:
             extent: the extent to write to.

@@ -19,7 +19,7 @@ _INFINITE = float("inf")
 class Adam(OffloadedOptimizer):
     """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as in torch.optim.Adam.
 
-    The arguments and errors are those of AdamW.
+    The arguments and errors are the same as for AdamW.
     """
 
     rule: ClassVar[OptimizerName] = "adam"

@@ -37,7 +37,7 @@ _FIXED = (bool, int, float, str, type(None))  # immutable types of hyperparamete
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
     """The param groups of an optimizer: offloaded parameters of one model, each parameter once.
 
-    The arguments and errors are those of OffloadedOptimizer.
+    The arguments and errors are the same as for OffloadedOptimizer.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 def _parameter_of(given: Any) -> torch.Tensor:
-    """Return the parameter of `given`: a parameter, or a (name, parameter) pair of model.named_parameters()."""
+    """Return the parameter in `given`, which is a parameter or a pair from model.named_parameters()."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
         given = given[1]
     if not isinstance(given, torch.Tensor):

@@ -294,7 +294,13 @@ class PlanInput:
 
 
 def count(group: FlatParameterGroup, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
-    """Count the bytes of one group, for an optimizer that keeps the moments `stored`."""
+    """Return the bytes of one group's states and gradients.
+
+    Args:
+        group: the group.
+        config: the swap config.
+        stored: names of the moments that the optimizer keeps.
+    """
     if not group.trainable or not group.numel:
         return GroupBytes(group, {}, 0, 0)
     residual = group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
@@ -319,9 +325,9 @@ def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:
-    """Choose pairs (index, bytes) in order, as far as they fit `room` together. Return the indices of the chosen pairs.
+    """Choose pairs (index, bytes) in order, and return their indices.
 
-    A pair that does not fit is skipped.
+    Together the chosen pairs have at most `room` bytes. A pair for which there is no room is skipped.
     """
     chosen = set()
     for index, nbytes in costs:

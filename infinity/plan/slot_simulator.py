@@ -1,7 +1,7 @@
 """Simulation of a step, visit by visit: the units that the step fetches, and the units that have a slot at its end.
 
-The simulation follows units/fetcher.py, with the same policy but without time. At each visit the used unit is fetched
-first. After that, the units that are used next are fetched as long as there is room.
+The simulation makes the same decisions as units/fetcher.py. It does not simulate time. At each visit the used unit is
+fetched first. After that, the units that are used next are fetched as long as there is room.
 """
 
 from __future__ import annotations

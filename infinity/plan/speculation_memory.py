@@ -119,10 +119,10 @@ def reserve_in_ram(
 
 
 def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
-    """Choose as many of (index, bytes) as fit `room`, spread evenly over the model.
+    """Choose as many units as fit `room` together, spread evenly over the model, and return their indices.
 
-    Because the choice is spread evenly, the processor has updates to compute during the whole backward. The other units
-    are updated after the step; the next forward finds units between them that are ready.
+    Because the chosen units are spread evenly, the processor has updates to compute during the whole backward. All
+    other units are updated after the step. While they are updated, the next forward finds chosen units that are ready.
 
     Args:
         costs: pairs (index, bytes) of units, in the order of the model or in the reverse order.

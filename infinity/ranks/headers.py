@@ -39,7 +39,7 @@ class OperationHeader:
             and G: see ranks.py).
         subject: number of the operation's subject (CollectiveOperation.subject).
         sent, received: digests of the sizes; for a ControlMessage, the length of the payload, and 0.
-        leader: number of the first rank of those that gather the same data.
+        leader: number of the first of the ranks that gather the same data.
         says: number that the rank announces with the operation (RankExchange.say); the ranks do not compare it.
         name: name of the subject, truncated.
     """

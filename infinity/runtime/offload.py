@@ -154,7 +154,7 @@ def resume(
 ) -> Model:
     """Do the work of infinity.resume for a run with as many ranks as this run.
 
-    Arguments and errors are those of infinity.resume.
+    The arguments and errors are the same as for infinity.resume.
     """
     digest = None if folder is None else _digest(folder, terms.config, step)
     fill = from_generation(model, step, digest)

@@ -33,8 +33,9 @@ class InitialValuesBroadcast(Protocol):
     """Broadcast of the initial values of rank 0. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
-        """Return a source of the values of a unit's parameters, with the same values on all ranks. The arguments are
-        those of `ingest`.
+        """Return a source of the values of a unit's parameters, with the same values on all ranks.
+
+        The arguments are the same as for `ingest`.
 
         Raises:
             PeerError: values from files differ. The message names the parameter and the rank.
@@ -74,8 +75,7 @@ class BroadcastFromFirst:
         for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():
             if not in_memory(name):
                 raise PeerError(
-                    f"parameter '{name}' has different values in the files that rank {rank} loads and in those of rank "
-                    "0",
+                    f"parameter '{name}' has different values in the files of rank {rank} and in the files of rank 0",
                     (rank,),
                     "Give all ranks the same checkpoint.",
                 )

@@ -73,7 +73,8 @@ class GradientOutbox:
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
         exchange: exchange between the ranks.
-        space: memory for the gradients of two units in flight: those that are sent and those that are received.
+        space: memory for the gradients of two units in flight: one part for gradients that are sent, and one part for
+            gradients that are received.
         before_landing: function that is called with the index of a unit before gradients of the unit land. The function
             makes sure that nothing reads the present gradients of the unit any more.
     """

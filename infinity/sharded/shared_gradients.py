@@ -41,8 +41,8 @@ class GradientAgreement:
         outbox: gradients in flight between the ranks.
 
     Attributes:
-        present: names of the parameters that have a gradient on this rank; after an agreement, of those that have a
-            gradient on any rank.
+        present: names of the parameters that have a gradient on this rank. After an agreement, names of the parameters
+            that have a gradient on any rank.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GradientAgreement:
             what: name of the point that the ranks have reached, for messages.
 
         Raises:
-            PeerError: a fact, or the set of parameters with a gradient, differs between ranks, or a rank failed. The
+            PeerError: the ranks have different facts, or have gradients for different parameters; or a rank failed. The
                 message names the difference and the ranks.
         """
         self._outbox.land_all()
@@ -246,7 +246,7 @@ class SharedGroup:
 
     @property
     def present(self) -> Set[str]:
-        """Names of all parameters of the model that have a gradient, not only of those in this group."""
+        """Names of all parameters of the model that have a gradient, not only of the parameters in this group."""
         return self._agreement.present
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:

@@ -52,7 +52,8 @@ class DeviceTier:
         refused = arena.pin(accelerator, pool)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
-        # kernels in the queue may still use the new memory, if other code has freed it just before
+        # Other code may have freed the new memory just before. Kernels in the queue may then still use this memory, so
+        # its first use must wait for them.
         after = [accelerator.record(accelerator.current())]
         stays = sum(unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays)
         self.staying = Slab(accelerator, memory[:stays], after)

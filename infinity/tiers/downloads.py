@@ -294,8 +294,10 @@ class GroupGradientDownload:
         self._on_way: list[GradientLanding] = []  # landings of the pieces that were sent before, in order
 
     def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> GradientBatch:
-        """Lease another piece of the ring, after the previous piece was sent. The arguments are those of
-        GradientQueue.begin."""
+        """Lease another piece of the ring, after the previous piece was sent.
+
+        The arguments are the same as for GradientQueue.begin.
+        """
         self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
         return self.packed
 

@@ -442,8 +442,10 @@ class ModelGradients(Protocol):
         """Begin an outermost backward pass."""
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        """Begin the backward of `units`. Send the spilled gradients of all other units to the store, except those of
-        the units in `staying`."""
+        """Begin the backward of the units in `units`.
+
+        Send the spilled gradients of the remaining units to the store, except the gradients of the units in `staying`.
+        """
 
     def backward_left(self, units: Iterable[int]) -> None:
         """End the backward of these units.
@@ -511,7 +513,7 @@ class ModelGradients(Protocol):
             told: numbers about this process's generations, for the other ranks.
 
         Raises:
-            PeerError: the facts or the set of parameters with a gradient differ between ranks, or a rank failed.
+            PeerError: the ranks have different facts, or have gradients for different parameters; or a rank failed.
         """
 
     def sum_squares(self, places: Iterable[ParameterPlace]) -> tuple[float, str]:

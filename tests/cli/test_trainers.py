@@ -178,7 +178,7 @@ CHOSEN = ["--columns", "prompt=prompt", "completion=chosen"]
             {
                 "--no-packing does nothing with --method reward: leave it out": ["--no-packing"],
                 "--sample does nothing with --method reward: leave it out": ["--sample", "fox"],
-                "leave them out, and give --gradient-accumulation": ["--micro-batches", "2"],
+                "reward: use --gradient-accumulation instead": ["--micro-batches", "2"],
             },
             ["--gradient-accumulation", "2"],
         ),

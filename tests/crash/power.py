@@ -1,14 +1,17 @@
 """Possible states of the disk after a power cut, computed from a run's journal and a moment in this journal.
 
 [Note: what a power cut may leave]
-Only confirmed operations are certain: * a write to a swap file, if it had ended before an fdatasync of that file began.
-The fdatasync must have succeeded, and the run must have waited for the fdatasync before the cut (otherwise the
-fdatasync might have taken longer on another disk); * the content of a small file, if an fsync of the file ended before
-the cut; * a name in a directory, if the name was made or removed before an fsync of that directory began, and the fsync
-ended before the cut. Every other operation that had begun before the cut may be on the disk completely, in part, or not
-at all, independently and in any order. Of an uncertain write, any subset of its sectors or pages may be on the disk. An
-uncertain small file may have any length up to its full length, with zeros from any offset on. Each name may refer to
-any content that it had since it was last certain.
+Only confirmed operations are certain:
+* A write to a swap file, if it had ended before an fdatasync of that file began. The fdatasync must have succeeded, and
+  the run must have waited for the fdatasync before the cut. Otherwise the fdatasync might have taken longer on another
+  disk.
+* The content of a small file, if an fsync of the file ended before the cut.
+* A name in a directory, if the name was made or removed before an fsync of that directory began, and the fsync ended
+  before the cut.
+Every other operation that had begun before the cut may be on the disk completely, in part, or not at all, independently
+and in any order. Of an uncertain write, any subset of its sectors or pages may be on the disk. An uncertain small file
+may have any length up to its full length, with zeros from any offset on. Each name may refer to any content that it had
+since it was last certain.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "name the columns to read: --columns": _COLUMNS,
     },
     "cli/finetune.py": {
-        "leave them out, and give --gradient-accum": "cli/test_trainers.py::"
+        "use --gradient-accumulation instead": "cli/test_trainers.py::"
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "to train further, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "To write the model again, give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",

@@ -3,9 +3,11 @@
 `python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Each case has an undisturbed run, a run that
 is killed (SIGKILL), and a run that resumes from its store, each in its own process. The resumed run must have:
 
-* if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at the end
-of the iteration: the losses, weights and states of the undisturbed run, and no warning;
-* in any other order: the same results, or a warning at the resume that the loop may have been elsewhere.
+* the losses, weights and states of the undisturbed run, and no warning, if every iteration has one of two orders. In
+  the first order, the iteration takes one item of a tracked loader and then makes one step. In the second order, the
+  iteration ends with a call of `infinity.commit`.
+* the same results, or a warning at the resume, if an iteration has another order. The warning says that the states may
+  have been saved at another point of the loop.
 """
 
 from __future__ import annotations

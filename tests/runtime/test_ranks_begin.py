@@ -98,7 +98,7 @@ def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
     model.save_pretrained(paths[1])
     for kind, text in run(2, loaded, paths, str(tmp_path / "swap")):
         assert kind == "PeerError"
-        assert "'model.layers.0.mlp.up_proj.weight' has different values in the files that rank 1 loads" in text
+        assert "'model.layers.0.mlp.up_proj.weight' has different values in the files of rank 1" in text
     assert run(2, loaded, [paths[0]] * 2, str(tmp_path / "swap")) == [("", "")] * 2
 
 

@@ -334,9 +334,9 @@ class PlanScenario:
 
 
 def _without_idle_changes(found: list[AlternativeConfig]) -> list[AlternativeConfig]:
-    """Return the alternatives without those that have unnecessary changes.
+    """Leave out the alternatives that have unnecessary changes, and return all others.
 
-    An alternative has unnecessary changes if it has all changes of an earlier alternative, and others.
+    An alternative has unnecessary changes if it has all changes of an earlier alternative, and further changes.
     """
     kept: list[AlternativeConfig] = []
     for each in found:
