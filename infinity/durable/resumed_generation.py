@@ -1,4 +1,17 @@
-"""The generation from which a run was resumed."""
+"""The generation from which a run was resumed.
+
+[Note: when the random numbers are restored]
+A resumed run restores the states of the random number generators three times, because numbers are drawn in between that
+the original run did not draw at this place.
+1. When the model has been loaded (`continue_from` in access/resuming.py): the states at the top of the loop. Loading
+   may have drawn numbers.
+2. At the end of infinity.track (`Coordinator.track`): the same states again. The script may have drawn numbers after it
+   loaded the model, and the methods of the tracked objects may draw numbers, too.
+3. Before the first training forward (`ResumedGeneration.rewind`): the states when the next forward of the original run
+   began. Between the top of the loop and this forward, the resumed loop may have drawn other numbers than the original
+   loop; for example, a new iterator of a loader draws a seed. If infinity.commit made the generation, no next forward
+   had begun, and nothing is restored here.
+"""
 
 from __future__ import annotations
 

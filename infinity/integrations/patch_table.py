@@ -339,8 +339,28 @@ POINTS = (
 TABLE = {where: point for point in POINTS if point.who == RUN for where in point.where}
 """Functions that may be replaced, by their dotted names."""
 
+
+@dataclass(frozen=True)
+class PrivateAttribute:
+    """A private attribute of a library's object that infinity reads or sets.
+
+    Attributes:
+        breaks: first symptom if the library renames or removes the attribute.
+        who: the commands that use the attribute.
+    """
+
+    breaks: str
+    who: tuple[str, ...]
+
+
 ATTRIBUTES = {
-    (_TRAINER, "_train_batch_size"): "a run's batches have another size than its options say",
-    ("transformers.training_args.TrainingArguments", "_n_gpu"): "TRL refuses a machine with several GPUs",
+    (_TRAINER, "_train_batch_size"): PrivateAttribute(
+        "a run's batches have another size than its options say", (FINETUNE,)
+    ),
+    ("transformers.training_args.TrainingArguments", "_n_gpu"): PrivateAttribute(
+        "with several GPUs, a Trainer wraps the model in DataParallel, and TRL's trainers refuse to start",
+        (RUN, FINETUNE),
+    ),
+    ("accelerate.accelerator.Accelerator", "_models"): PrivateAttribute("load_state fails", (RUN,)),
 }
-"""Private attributes that `infinity finetune` uses, each with the first symptom if the attribute is missing."""
+"""Private attributes that infinity uses, by the dotted name of their class and their own name."""

@@ -3,6 +3,7 @@ it is gone."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.integrations.patch_table import POINTS, RUN, TABLE, TESTED
+from infinity.integrations.patch_table import ATTRIBUTES, POINTS, RUN, TABLE, TESTED
 from infinity.integrations.patches import Patches, active
 from tests.integrations.conftest import Launch
 
@@ -79,6 +80,27 @@ def test_what_has_no_row_cannot_be_replaced() -> None:
 def test_a_row_is_of_something_that_is_replaced(where: str) -> None:
     name = where.rpartition(".")[2]
     assert any(f'"{name}"' in file.read_text() for file in SOURCES.glob("*.py") if file.name != "patch_table.py")
+
+
+OWN_ATTRIBUTES = [attribute for attribute, row in ATTRIBUTES.items() if RUN in row.who]
+POSSIBLE_OWNERS = {"args", "accelerator"}
+
+
+@pytest.mark.parametrize(("owner", "name"), OWN_ATTRIBUTES)
+def test_an_attribute_is_one_of_theirs(owner: str, name: str) -> None:
+    made, attribute = found(f"{owner}.{name}")
+    assert f"self.{attribute} = " in inspect.getsource(made)
+
+
+def test_private_attributes_of_arguments_and_accelerators_have_rows() -> None:
+    used = set()
+    for path in SOURCES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = node.value
+                if (owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")) in POSSIBLE_OWNERS:
+                    used.add(node.attr)
+    assert used == {name for _, name in OWN_ATTRIBUTES}
 
 
 def test_rows_say_what_and_why() -> None:
