@@ -88,7 +88,8 @@ class Requests:
     def canceled(self, future: Any) -> None:
         """Record that a request is to be canceled. Whether it was canceled is known when the host asks for its end."""
         with self.sim.lock:
-            self._ends[future].canceled = True
+            if future in self._ends:  # jobs that only read ahead use no memory that the simulation knows
+                self._ends[future].canceled = True
 
     def done(self, future: Any) -> None:
         """Order the host behind a request that has ended."""
@@ -253,14 +254,22 @@ def _follow_updates(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None
         requests.reaches(future, kept)
         return requests.submitted(future, actor)
 
-    cancel = _native.UpdatePipeline.cancel
+    cancel, withdraw = _native.UpdatePipeline.cancel, _native.UpdatePipeline.withdraw
 
     def canceled(pipeline: Any, future: Any) -> None:
         cancel(pipeline, future)
         requests.canceled(future)
 
+    def withdrawn(pipeline: Any, lists: Sequence[Sequence[Any]]) -> list[bool]:
+        answers: list[bool] = withdraw(pipeline, lists)
+        for futures, answer in zip(lists, answers, strict=True):
+            for future in futures if answer else ():
+                requests.canceled(future)
+        return answers
+
     monkeypatch.setattr(_native.UpdatePipeline, "submit", submitted)
     monkeypatch.setattr(_native.UpdatePipeline, "cancel", canceled)
+    monkeypatch.setattr(_native.UpdatePipeline, "withdraw", withdrawn)
     for milestone in ("computed", "weights"):
         getter = getattr(_native.UpdateFuture, milestone).fget
 

@@ -192,6 +192,20 @@ def test_the_end_of_a_canceled_update_says_nothing_of_the_landing_before_it(rig:
     sim.check_but_for(Unordered)
 
 
+def test_a_withdrawn_update_says_as_little_and_a_job_that_reads_ahead_may_be_canceled(rig: Rig) -> None:
+    sim = rig.sim
+    copied = sim.copy(rig.values(3).view(torch.uint8), rig.slab[:PAGE], on=sim.stream("down"))
+    with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
+        with sim.lock:
+            landing = landings.land(sim.handle(copied), [_native.LandingPiece(rig.page(3), "fp32")])
+            assert rig.pipeline.withdraw([[rig.update(after=(landing,))]]) == [True]
+            assert not sim.reached(copied)
+        landing.wait()
+    stream = _native.StateStream(None, rig.file, 0)
+    states = {"weight": stream, "exp_avg": stream, "exp_avg_sq": stream}
+    rig.pipeline.cancel(rig.pipeline.read_ahead(numel=PAGE // 4, weight_dtype="fp32", master="weight", **states))
+
+
 def test_landings_are_in_the_order_of_the_calls(rig: Rig) -> None:
     with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
         landings.land(0, [_native.LandingPiece(rig.page(3), "fp32")])
