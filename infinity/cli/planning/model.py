@@ -177,7 +177,7 @@ class ModelShape:
 
     Attributes:
         products: number of elements of all weights by which the activations of a token are multiplied.
-        trained: number of those elements that are trained.
+        trained: number of elements of `products` that are trained.
         blocks: number of blocks.
         width: width of the activations between blocks.
         inner: largest width inside a block.
