@@ -128,9 +128,15 @@ def _how_to_start(source: SourceConfig, output: Path | None) -> list[str]:
         *([fixed] if arguments else []),
         *([taken] if source.file else []),
         f"A script that {calls} itself becomes a plain loop{loop}: docs/deepspeed.md.",
-        "Without a script (a causal language model, on text or chats):",
+        f"Without a script (a causal language model, on text or chats{_to_add(training.options)}):",
         f"  {command('finetune', '--config', config)} --model MODEL --data DATA --output OUT {options}".rstrip(),
     ]
+
+
+def _to_add(options: Mapping[str, str]) -> str:
+    """Return which options of finetune the user has to add, because the config leaves them to the script."""
+    left = [name for name in ("--lr", "--warmup-steps", "--dtype") if name not in options]
+    return f"; add your own {', '.join(left)}, which this config does not set" if left else ""
 
 
 def _line(options: Mapping[str, str]) -> str:

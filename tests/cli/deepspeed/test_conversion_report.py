@@ -69,6 +69,12 @@ def test_auto_for_what_infinity_does_not_choose_is_what_infinity_does(tmp_path: 
     assert "  scheduler.params.warmup_min_lr: auto: the warm-up begins at 0\n" in said
 
 
+def test_finetune_is_told_what_the_config_leaves_to_the_script(tmp_path: Path) -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    said = told({"optimizer": optimizer, "bf16": {"enabled": True}}, tmp_path)
+    assert "on text or chats; add your own --lr, --warmup-steps, which this config does not set):\n" in said
+
+
 def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
     said = told(values, tmp_path)
