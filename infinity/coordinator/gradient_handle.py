@@ -32,6 +32,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -47,6 +48,8 @@ class GradientOwner(Protocol):
     """Owner of the gradients of a model."""
 
     gradients: ModelGradients
+
+    def locked(self) -> AbstractContextManager[None]: ...
 
     def gradient_value(self, place: ParameterPlace) -> torch.Tensor: ...
 
@@ -125,7 +128,7 @@ class GradientHandle(torch.Tensor):
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self._landed().sum_squares(self._place.spec))
+        return math.isfinite(self._sum_squares()[0])
 
     @property
     def l2_norm(self) -> float:
@@ -133,8 +136,8 @@ class GradientHandle(torch.Tensor):
 
         The norm is not finite if an element of the gradient is not finite.
         """
-        landed, factor = self._landed(), self.factors.inverse_scale * self.factors.clip
-        return math.sqrt(landed.sum_squares(self._place.spec)) * abs(factor) * landed.mean
+        total, mean = self._sum_squares()
+        return math.sqrt(total) * abs(self.factors.inverse_scale * self.factors.clip) * mean
 
     def value(self) -> torch.Tensor:
         """Return a copy of the gradient on the parameter's device, with all factors applied.
@@ -145,6 +148,15 @@ class GradientHandle(torch.Tensor):
         value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
+
+    def _sum_squares(self) -> tuple[float, float]:
+        """Return Σ g² without the factors, and the factor that averages a gradient over the ranks.
+
+        The lock is held, because another thread may be in a backward pass, and may pack and land this gradient.
+        """
+        with self._held().locked():
+            landed = self._landed()
+            return landed.sum_squares(self._place.spec), landed.mean
 
     def _landed(self) -> GroupGradientsView:
         """Return the gradients of the parameter's group, which include this gradient.

@@ -122,3 +122,16 @@ def test_a_thread_whose_forward_died_leaves_the_model_to_others_and_may_come_aga
         model(BATCH)
         require_equal(pool.submit(lambda: step(model, model(BATCH))).result(), expected)
         assert pool.submit(torch._C._autograd._top_saved_tensors_default_hooks, True).result() is None
+
+
+def test_a_norm_that_another_thread_logs_waits_for_changes_of_the_gradient(offload: Any) -> None:
+    """A backward pass changes the gradients under the model's lock; here the test holds the lock."""
+    model = offload(Blocks(), "host")
+    model(BATCH).backward()
+    gradient = model.blocks[0].weight.grad
+    with ThreadPoolExecutor(1) as pool, registry.coordinator_of(model).locked():
+        norm = pool.submit(gradient.norm)
+        with pytest.raises(TimeoutError):
+            norm.result(timeout=0.2)
+        model(BATCH).backward()
+    assert norm.result() == gradient.norm()
