@@ -225,7 +225,7 @@ def test_what_cannot_be_gathered_is_named(trained: Trained) -> None:
         infinity.gathered(model, write=True),
     ):
         pass
-    with pytest.raises(infinity.ModelError, match=r"is \(1,\), torch.bfloat16 at the end"):  # noqa: SIM117
+    with pytest.raises(infinity.ModelError, match=r"has shape \(1,\) and dtype torch.bfloat16 at the end"):  # noqa: SIM117
         with infinity.gathered(model, model.lm_head, write=True):
             model.lm_head.weight.data = torch.ones(1, dtype=torch.bfloat16)
     assert model.lm_head.weight.shape == (128, 64)

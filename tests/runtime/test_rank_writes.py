@@ -98,7 +98,7 @@ def differing(folder: str, how: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("values", "'blocks.1.up.weight' has other values on rank 1"), ("shape", "'blocks.1.up.weight' is (2, 2)")],
+    [("values", "'blocks.1.up.weight' has other values on rank 1"), ("shape", "'blocks.1.up.weight' has shape (2, 2)")],
 )
 def test_ranks_that_write_different_things_write_nothing_and_the_same_things_all(
     tmp_path: Path, how: str, says: str
