@@ -80,17 +80,22 @@ def _ways_on(first: Path, ranks: int, resuming: Resuming) -> str:
         f"`infinity checkpoint export {place} --output OUT` writes them as a model (adapters under PEFT's names, "
         "which from_pretrained does not read) and its optimizer states"
     )
-    gone = f"{parts_text(first)}` removes them, so that the script can start from the beginning"
     pin = _newest(rank_path(first, 0, ranks))
     if pin is not None:
         folder = shlex.quote(pin.folder)
         way = f"{folder} as resume_from_checkpoint= of a Trainer, ckpt_path= of Lightning or resume= of InfinityConfig"
         ways = ", or with ".join(filter(None, (resuming(folder), way)))
-        return f"Resume from step {pin.step} with {ways}. {out}; `infinity checkpoint remove --pinned {gone}"
+        return f"Resume from step {pin.step} with {ways}. {out}; {_removal('--pinned ', first)}"
     return (
-        "No checkpoint folder names them, so no script can resume from them (with a smaller "
-        "save_steps, a Trainer saves the "
-        f"first folder earlier). {out}; `infinity checkpoint remove {gone}"
+        "No checkpoint folder names them, so no script can resume from them (with a smaller save_steps, a Trainer "
+        f"saves the first folder earlier). {out}; {_removal('', first)}"
+    )
+
+
+def _removal(options: str, first: Path) -> str:
+    return (
+        f"`infinity checkpoint remove {options}{parts_text(first)}` removes them, so that the script can start from "
+        "the beginning"
     )
 
 

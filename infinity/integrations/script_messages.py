@@ -43,11 +43,10 @@ def log_nothing_offloaded() -> None:
     """Log that the script has ended and no model was offloaded."""
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: NOTHING WAS OFFLOADED, the script ran as without infinity. infinity "
-            "offloads a model that from_pretrained "
-            "loads when the model is used, and a module of %s parameters or more when torch.optim's AdamW, Adam, "
-            "SGD or Adagrad is made for its parameters. For another loop, call infinity.offload(model, config) in the "
-            "script",
+            "infinity: NOTHING WAS OFFLOADED, the script ran as without infinity. infinity offloads a model that "
+            "from_pretrained loads when the model is used, and a module of %s parameters or more when torch.optim's "
+            "AdamW, Adam, SGD or Adagrad is made for its parameters. For another loop, call infinity.offload(model, "
+            "config) in the script",
             f"{WORTH_NUMEL:,}",
         )
 

@@ -14,7 +14,7 @@ from infinity.io.arena import PinnedArena
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.clocks import Unordered
 from tests.sim.host import follow_the_host
-from tests.sim.queues import LAZY
+from tests.sim.queues import LAZY, SimEvent
 from tests.sim.watch import watched
 
 PAGE = 4096
@@ -64,6 +64,12 @@ class Rig:
             grad=self.page(3),
             after=after,
         )
+
+    def copy_down(self) -> SimEvent:
+        """Queue a copy of a page of the device, which a kernel has just written, to page 3."""
+        self.slab[:PAGE].fill_(0)
+        packed, down = self.sim.record(self.sim.current()), self.sim.stream("down")
+        return self.sim.copy(self.values(3).view(torch.uint8), self.slab[:PAGE], on=down, after=[packed])
 
     def close(self) -> None:
         self.pipeline.close()
@@ -158,10 +164,7 @@ def test_a_lease_must_not_be_given_back_while_it_is_used(rig: Rig) -> None:
 
 def test_a_landing_is_behind_its_event_and_an_update_behind_the_landing(rig: Rig) -> None:
     sim = rig.sim
-    rig.slab[:PAGE].fill_(0)
-    down = sim.stream("down")
-    packed = sim.record(sim.current())
-    copied = sim.copy(rig.values(3).view(torch.uint8), rig.slab[:PAGE], on=down, after=[packed])
+    copied = rig.copy_down()
     with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
         landing = landings.land(sim.handle(copied), [_native.LandingPiece(rig.page(3), "fp32")])
         with pytest.raises(Unordered, match=r"read \(write of the store\) .* write \(copy down of 4096 bytes\)"):
@@ -174,9 +177,7 @@ def test_a_landing_is_behind_its_event_and_an_update_behind_the_landing(rig: Rig
 
 def test_the_end_of_a_canceled_update_says_nothing_of_the_landing_before_it(rig: Rig) -> None:
     sim = rig.sim
-    rig.slab[:PAGE].fill_(0)
-    packed = sim.record(sim.current())
-    copied = sim.copy(rig.values(3).view(torch.uint8), rig.slab[:PAGE], on=sim.stream("down"), after=[packed])
+    copied = rig.copy_down()
     with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
         with sim.lock:  # so that the landing cannot end before the update is canceled
             landing = landings.land(sim.handle(copied), [_native.LandingPiece(rig.page(3), "fp32")])
@@ -194,7 +195,7 @@ def test_the_end_of_a_canceled_update_says_nothing_of_the_landing_before_it(rig:
 
 def test_a_withdrawn_update_says_as_little_and_a_job_that_reads_ahead_may_be_canceled(rig: Rig) -> None:
     sim = rig.sim
-    copied = sim.copy(rig.values(3).view(torch.uint8), rig.slab[:PAGE], on=sim.stream("down"))
+    copied = rig.copy_down()
     with closing(_native.Landings(rig.device_gate(), rig.pool)) as landings:
         with sim.lock:
             landing = landings.land(sim.handle(copied), [_native.LandingPiece(rig.page(3), "fp32")])
