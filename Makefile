@@ -33,7 +33,7 @@ NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(N
 SETS      := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
 SET       ?= $(and $(SETS),$(word $(shell echo $$(( $(SEED) % $(words $(SETS)) + 1 ))),$(SETS)))
 CONTRACTS := $(addprefix tests/integrations/,test_patch_table.py test_plug_points.py test_without_patches.py \
-               test_models.py::test_a_loaded_model_is_offloaded_by_its_first_forward \
+               test_from_pretrained.py::test_a_loaded_model_is_offloaded_by_its_first_forward \
                test_trl.py::test_dpo_takes_an_optimizer_that_is_made_first)
 
 .PHONY: demo test test-all test-newest test-set crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
@@ -69,8 +69,9 @@ test: bootstrap
 test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test long-test \
   docs-test unchanged-test schedule-test device-test imitation-test mutation-test sanitize
 
-# Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
-# sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
+# Kills at 500 random instants and at every named point of every setup, 200 while states go from the device to the store,
+# 1000 disk images that a power cut could leave, 200 sequences of pins, 200 of a Trainer that rotates its checkpoint folders,
+# and 1000 corruptions.
 crash-test: bootstrap
 	$(WHOLE) tests/crash tests/runtime/test_corruption.py
 

@@ -1,7 +1,7 @@
 """Rate of the optimizer's pass in memory, for every form of the states: `python bench/adam_forms.py [--isa ISA ...]`.
 
 Each form is compared with a bound: the rate of a pass that reads and writes the same streams in place with almost no
-arithmetic (infinity/cli/planning/adam.py). Each ratio compares two rates of the same round.
+arithmetic (infinity/plan/adam_rate.py). Each ratio compares two rates of the same round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity import _native
-from infinity.cli.planning.adam import AdamBuffers, StateFormat, measure
+from infinity.plan.adam_rate import AdamBuffers, StateFormat, measure
 
 FORMATS = {
     "fp32 weights, master weight, fp32 moments, fp32 gradients": StateFormat("fp32", "weight", "fp32", "fp32"),

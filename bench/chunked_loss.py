@@ -2,7 +2,7 @@
 """Seconds and peak memory of the loss over a large vocabulary, with and without the complete logits in memory.
 
     python bench/chunked_loss.py --json build/chunked-loss.json        # 8,192 tokens, 128 k words, hidden 512
-    python bench/chunked_loss.py --tokens 2048 --rounds 3              # the short one
+    python bench/chunked_loss.py --tokens 2048 --rounds 3              # a short run
 
 | contender | what it is |
 |---|---|
@@ -70,7 +70,7 @@ def main() -> None:
     add("--hidden", type=int, default=512)
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--rounds", type=int, default=3)
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--json", type=Path, help="write all measurements to this file")
     add("--turn", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     shape = {name: getattr(args, name) for name in ("tokens", "vocabulary", "hidden", "dtype")}

@@ -131,9 +131,7 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path("build"), help="a directory on the disk to use")
     parser.add_argument("--placement", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     parser.add_argument("--rounds", type=int, help="default: 9, or 2 with --small")
-    parser.add_argument(
-        "--repeats", type=int, help="how often all stores are made anew (default: 4, or 1 with --small)"
-    )
+    parser.add_argument("--repeats", type=int, help="how often all stores are created (default: 4, or 1 with --small)")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -91,7 +91,9 @@ def plot(costs: Sequence[dict[str, float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.2e9, 0.7e9, 2e9], help="parameters, at least")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=[0.2e9, 0.7e9, 2e9], help="smallest numbers of parameters"
+    )
     parser.add_argument("--plot", type=Path, help="write a PNG to this file")
     add_options(parser)
     options = parser.parse_args()

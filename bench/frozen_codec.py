@@ -9,12 +9,15 @@
 | infinity | `_native.encode_weights`, `nest_scales` and `decode_weights` |
 | bitsandbytes | `quantize_4bit` and `dequantize_4bit`, NF4, blocks of 64; nested: `compress_statistics` |
 | torchao | `to_nf4` and `get_original_weight`, blocks of 64, always nested |
+| torch | FP8: e4m3 to fp32, times the scales of blocks of 128 × 128, to bf16 |
+| transformers | MXFP4 of gpt-oss: `convert_moe_packed_tensors`, which transposes matrices of 1024 × 1024 |
 
 Peers that are not installed are left out. To install them, run `pip install bitsandbytes==0.50.2 torchao` in the
 environment that runs this script; or run `bench/peers/setup.sh`, install infinity in .venv-peers and use
 `.venv-peers/bin/python`. A peer allocates the memory for its result in each call. As in normal use, the allocation is
-included in the peer's time. Every round runs all contenders, in an order that rotates. The column `/ copy` is the
-median over the rounds of a rate divided by the copy's rate in the same round.
+included in the peer's time. The column `per processor` divides by the processor time of all threads, which other
+processes on the machine change less. Every round runs all contenders, in an order that rotates. The column `/ copy` is
+the median over the rounds of a rate divided by the copy's rate in the same round.
 """
 
 from __future__ import annotations
@@ -68,7 +71,62 @@ def own_rows(values: Any, out: Any, threads: int) -> Rows:
         )
         rows[f"encode {codec}: infinity"] = lambda codec=codec: encode(codec)
     parts["nf4"]["codes"][:] = parts["nf4_fp32"]["codes"]
-    return rows
+    return rows | fp8_rows(values, target, pool) | packed_rows(values, target, pool)
+
+
+def fp8_rows(values: Any, target: Any, pool: Any) -> Rows:
+    """Return the rows of block FP8: infinity and torch."""
+    import torch
+
+    from infinity import _native
+
+    codec, columns, numel = "fp8_block:128x128:fp32", 4096, values.numel()
+    data = torch.zeros(_native.encoded_weight_bytes(codec, numel, columns), dtype=torch.uint8)
+    begin, nbytes = _native.weight_parts(codec, numel, columns)["scales"]
+    codes, scales = data[:numel].view(torch.float8_e4m3fn), data[begin : begin + nbytes].view(torch.float32)
+    codes.copy_(values.mul(1000))
+    scales.fill_(1e-3)
+
+    def of_torch() -> object:
+        blocks = codes.float().view(-1, 128, columns // 128, 128)
+        return (blocks * scales.view(len(blocks), 1, -1, 1)).bfloat16()
+
+    encoded = data.numpy()
+    return {
+        "decode fp8_block: infinity": lambda: _native.decode_weights(
+            encoded, codec, numel, columns, target, "bf16", pool
+        ),
+        "decode fp8_block: torch": of_torch,
+    }
+
+
+def packed_rows(values: Any, target: Any, pool: Any) -> Rows:
+    """Return the rows of MXFP4, NVFP4 and groups of integers: infinity, and transformers for the experts of gpt-oss."""
+    import torch
+
+    from infinity import _native
+
+    rows: Rows = {}
+    side, numel = 1024, values.numel()
+    codes = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    names = {f"mxfp4:{side}": "mxfp4 of gpt-oss", "nvfp4:factor": "nvfp4", "int4_group:128:bf16": "int4_group"}
+    for codec, name in {"mxfp4": "mxfp4", **names}.items():
+        data = torch.full((_native.encoded_weight_bytes(codec, numel, side),), 100, dtype=torch.uint8)
+        parts = _native.weight_parts(codec, numel, side)
+        data[: numel // 2] = codes
+        if "nested_scales" in parts:
+            begin, nbytes = parts["nested_scales"]
+            data[begin : begin + nbytes].view(torch.float32).fill_(1e-3)
+        rows[f"decode {name}: infinity"] = lambda codec=codec, data=data.numpy(): _native.decode_weights(  # noqa: B008
+            data, codec, numel, side, target, "bf16", pool
+        )
+    try:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    except ImportError:
+        return rows
+    blocks = codes.view(-1, side, side // 32, 16)
+    scales = torch.full(blocks.shape[:-1], 100, dtype=torch.uint8)
+    return rows | {"decode mxfp4 of gpt-oss: transformers": lambda: convert_moe_packed_tensors(blocks, scales)}
 
 
 def rows_of_bitsandbytes(values: Any) -> Rows:
@@ -103,7 +161,7 @@ def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
     """Time all rows. Must be called in a separate process, whose OpenMP has `threads` threads.
 
     Returns:
-        `seconds` of each round, by row; and `missing`: by peer, the reason why it has no rows.
+        `seconds` and `processor_seconds` of each round, by row; and `missing`: by peer, the reason why it has no rows.
     """
     import torch
 
@@ -117,21 +175,27 @@ def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
         except ImportError as error:
             missing[peer] = str(error)
     seconds: dict[str, list[float]] = {row: [] for row in rows}
+    processor: dict[str, list[float]] = {row: [] for row in rows}
     for row in rows.values():
         row()
     for number in range(rounds):
         for row in list(rows) if number % 2 == 0 else list(rows)[::-1]:
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             rows[row]()
             seconds[row].append(time.perf_counter() - began)
-    return {"seconds": seconds, "missing": missing}
+            processor[row].append(time.process_time() - used)
+    return {"seconds": seconds, "processor_seconds": processor, "missing": missing}
 
 
-def summarise(numel: int, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return for each row the parameters per second, and this rate as a share of the copy's rate."""
+def summarise(
+    numel: int, seconds: dict[str, list[float]], processor: dict[str, list[float]]
+) -> dict[str, dict[str, float]]:
+    """Return for each row the parameters per second, the same per second of one processor, and the first rate as a
+    share of the copy's rate."""
     return {
         row: {
             "parameters_per_s": numel / statistics.median(each),
+            "parameters_per_processor_s": numel / statistics.median(processor[row]),
             "to_copy": statistics.median(copy / own for copy, own in zip(seconds[_COPY], each, strict=True)),
         }
         for row, each in seconds.items()
@@ -144,7 +208,7 @@ def main() -> None:
     add("--numel", type=int, default=64 << 20, help="parameters, a multiple of 1 Mi (default 64 Mi)")
     add("--threads", type=int, nargs="+", default=[1, 2])
     add("--rounds", type=int, default=9)
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--json", type=Path, help="write all measurements to this file")
     add("--turn", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.turn:
@@ -160,12 +224,18 @@ def main() -> None:
             [*command, "--turn", str(threads)], check=True, stdout=subprocess.PIPE, text=True, env=environment
         )
         found = json.loads(run.stdout.splitlines()[-1])
-        summary = summarise(args.numel, found["seconds"])
+        summary = summarise(args.numel, found["seconds"], found["processor_seconds"])
         print(f"\n{threads} thread(s), {result['isa']}")
         rows = [
-            (row, f"{each['parameters_per_s'] / 1e9:.3f}", f"{each['to_copy']:.2f}") for row, each in summary.items()
+            (
+                row,
+                f"{each['parameters_per_s'] / 1e9:.3f}",
+                f"{each['parameters_per_processor_s'] / 1e9:.3f}",
+                f"{each['to_copy']:.2f}",
+            )
+            for row, each in summary.items()
         ]
-        print(format_table(("", "Gparam/s", "/ copy"), [rows[0], *sorted(rows[1:])]))
+        print(format_table(("", "Gparam/s", "per processor", "/ copy"), [rows[0], *sorted(rows[1:])]))
         for peer, reason in found["missing"].items():
             print(f"{peer} is missing: {reason}")
         result[f"threads_{threads}"] = {**found, "summary": summary}

@@ -3,7 +3,7 @@
 reading alone.
 
     python bench/frozen_ingest.py --json build/frozen-ingest.json
-    python bench/frozen_ingest.py --layers 4 --hidden 512 --rounds 1        # the short one
+    python bench/frozen_ingest.py --layers 4 --hidden 512 --rounds 1        # a short run
 
 `read` opens each shard and copies every tensor once. `ahead` reads in the same way, with the read-ahead advice that
 infinity gives to the kernel. `bf16`, `int8` and `nf4` are `infinity.offload` of a model that was loaded with defer=True
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
     args = parser.parse_args()
     args.swap_dir.mkdir(parents=True, exist_ok=True)

@@ -2,14 +2,14 @@
 """Step time of LoRA on a frozen base on NVMe in bf16, 8 bits and 4 bits, with the disk at full speed and throttled.
 
     python bench/frozen_step.py --json build/frozen-step.json                    # as root: a cgroup throttles the disk
-    python bench/frozen_step.py --layers 4 --hidden 512 --rounds 2 --systems bf16,nf4,processor       # the short one
+    python bench/frozen_step.py --layers 4 --hidden 512 --rounds 2 --systems bf16,nf4,processor       # a short run
 
 | system | what it is |
 |---|---|
 | bf16, int8, nf4 | the form of the base on NVMe, which is read in forward and in backward |
-| ...-throttled | the same, reading and writing 0.5 GB/s at most |
-| processor | the base in RAM in bf16: the CPU's computing alone |
-| ...-decoding | the base in RAM in that form: computing, and decoding beside it |
+| ...-throttled | the same, but the disk reads and writes 0.5 GB/s at most |
+| processor | the base in RAM in bf16: a step only computes |
+| ...-decoding | the base in RAM in that form: a step computes, and decodes at the same time |
 
 The bound of a system is the largest of three times. The first is the time of `processor`. The second is the time in
 which the system only reads and decodes. The third time, for a form that is decoded, is the time of decoding
@@ -138,7 +138,7 @@ def table(summary: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--systems", default=",".join(SYSTEMS), help="of these; default: all")
+    add("--systems", default=",".join(SYSTEMS), help="names, separated by commas; default: all")
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=2048)
     add("--vocabulary", type=int, default=8192)
@@ -146,8 +146,8 @@ def parse() -> argparse.Namespace:
     add("--rank", type=int, default=8)
     add("--rounds", type=int, default=5, help="turns of each system; a turn measures the mean of three steps")
     add("--rate", type=float, default=0.5e9, help="bytes per second of the throttled disk, each way")
-    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a new directory is created in it")
+    add("--json", type=Path, help="write all measurements to this file")
     args = parser.parse_args()
     args.systems = list(dict.fromkeys(args.systems.split(",")))
     if unknown := set(args.systems) - set(SYSTEMS):

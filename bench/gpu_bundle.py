@@ -1,9 +1,9 @@
 """Collector of everything that a machine without a network needs to build and run infinity with its own torch.
 
-bench/gpu_bundle.py [--python 3.12]         .bundle/: wheels, headers, liburing.a, licences, MANIFEST.json
-bench/gpu_bundle.py --check                 whether .bundle is whole and small enough
-bench/gpu_bundle.py --prove [--with PYTHON] an environment with torch alone and no network builds infinity from .bundle
-                                            and makes two steps (as root: no network is a namespace of its own)
+bench/gpu_bundle.py [--python 3.12]         makes .bundle/: wheels, headers, liburing.a, licences, MANIFEST.json
+bench/gpu_bundle.py --check                 checks whether .bundle is complete and small enough
+bench/gpu_bundle.py --prove [--with PYTHON] builds infinity from .bundle in an environment that has only torch and no
+                                            network, and makes two steps (as root, to create a network namespace)
 
 The bundle's folder, .bundle, is ignored by git. The bundle contains no part of infinity. It contains the licences of
 its contents.
@@ -127,8 +127,10 @@ def _run(command: list[str], *, check: bool = True, cwd: Path = ROOT) -> subproc
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="3.12", help="version of the machine's Python (default 3.12)")
-    parser.add_argument("--check", action="store_true", help="look at the folder that is there")
-    parser.add_argument("--prove", action="store_true", help="build and run infinity from it, without a network")
+    parser.add_argument("--check", action="store_true", help="check the existing folder")
+    parser.add_argument(
+        "--prove", action="store_true", help="build and run infinity from the bundle, without a network"
+    )
     parser.add_argument("--with", dest="interpreter", type=Path, default=Path(sys.executable), metavar="PYTHON")
     options = parser.parse_args()
     try:

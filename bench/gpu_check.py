@@ -102,12 +102,19 @@ def summary(line: dict[str, Any]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="folder for what is found")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="folder for the results")
     parser.add_argument(
-        "--work", type=Path, default=Path("build"), help="folder on the disk to measure; gets a folder that goes again"
+        "--work",
+        type=Path,
+        default=Path("build"),
+        help="folder on the disk to measure; a folder in it is used and removed",
     )
-    parser.add_argument("--stages", type=_numbers, default=NUMBERS, help="of 0 to 8, such as 0,5 (default: all)")
-    parser.add_argument("--budget", type=float, default=_BUDGET_S, help=f"seconds (default {_BUDGET_S:.0f})")
+    parser.add_argument(
+        "--stages", type=_numbers, default=NUMBERS, help="numbers from 0 to 8, such as 0,5 (default: all)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=_BUDGET_S, help=f"seconds for all stages (default {_BUDGET_S:.0f})"
+    )
     parser.add_argument(
         "--settings", type=json.loads, default={}, help='JSON, by stage: {"pinning": {"sizes_gib": [4]}}'
     )

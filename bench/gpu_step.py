@@ -3,7 +3,7 @@ table.
 
     bench/gpu_step.py                                           1.24 B Llama shapes, 4 × 2048 tokens, on a GPU
     bench/gpu_step.py --device cpu --layers 2 --hidden 64 --intermediate 128 --heads 4 --kv-heads 2 --vocabulary 256 \\
-      --batch 1 --tokens 32                                     the same code on the CPU: says nothing about speed
+      --batch 1 --tokens 32                                     the same code on the CPU; the times mean nothing
 
 Every contender is a separate process. The contenders run one after the other: at the same time they would compete for
 the GPU's memory and slow down each other's asynchronous updates. Each contender makes warm-up steps and then measured
@@ -32,8 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--work", type=Path, default=Path("build/gpu-work"), help="for swap files and logs")
-    parser.add_argument("--traces", type=Path, help="folder for a torch.profiler trace of one step of each")
-    parser.add_argument("--seconds", type=float, default=1800.0, help="for all of it")
+    parser.add_argument("--traces", type=Path, help="folder for a torch.profiler trace of one step of each contender")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="time for all contenders")
     return parser
 
 

@@ -7,7 +7,8 @@ therefore says which pages fio's memory had. With `sysctl vm.nr_hugepages=64` bo
 the engines differ.
 
 [Note: how two programs are compared on a disk that changes by the second]
-A shared or virtual disk may swing by a factor of two within seconds, so neither a mean nor a best time is meaningful.
+A shared or virtual disk may become twice as fast or half as fast within seconds, so neither a mean nor a best time is
+meaningful.
 Each round runs every contender once, in an order that rotates from round to round (A B C, C B A, …), and gives the
 ratios within the round. fio runs twice in each round: the difference between its two runs is the noise of the method. A
 contender is as good as fio if its median ratio is above the 5 % quantile of the ratios of fio's two runs.
@@ -211,8 +212,8 @@ def text(of: Comparison) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--path", type=Path, default=ROOT / "build", help="where the file is made (default build/)")
-    parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="of the file (default 2GiB)")
-    parser.add_argument("--bytes", type=parse_bytes, default=512 << 20, help="moved per run (default 512MiB)")
+    parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="size of the file (default 2GiB)")
+    parser.add_argument("--bytes", type=parse_bytes, default=512 << 20, help="bytes moved per run (default 512MiB)")
     parser.add_argument("--rounds", type=int, default=41)
     parser.add_argument("--block", type=parse_bytes, default=1 << 20)
     parser.add_argument("--depth", type=int, default=32)

@@ -6,9 +6,12 @@ The weights of the model alone would nearly fill the limit.
     python bench/large_model.py --json build/large-model.json        # 2 B parameters, 6 GB
     python bench/large_model.py --parameters 0.2e9 --limit 1.5GB     # a smaller one, to try the script
 
-A Llama with random weights is written shard by shard, outside the limit. After that, `infinity finetune` loads, trains
-and saves the model in a separate control group. The limit applies to all RAM of the group, including the page cache,
-and there is no swap. The script needs root, and about 20 B of disk per parameter under --scratch.
+    python bench/large_model.py --parameters 3e9 --experts 64 --lora 16 --frozen nf4     # a mixture of experts
+
+A Llama, or a mixture of experts, with random weights is written shard by shard, outside the limit. After that,
+`infinity finetune` loads, trains and saves the model in a separate control group. The limit applies to all RAM of the
+group, including the page cache, and there is no swap. The script needs root, and about 20 B of disk per parameter under
+--scratch.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 from typing import Any
 
 from large_models.command_line import add_options, run_main, training_of, write
+from large_models.in_memory import seconds_in_memory
 from large_models.training import train
 
 
@@ -31,6 +35,7 @@ def describe(result: dict[str, Any]) -> str:
         ("peak", f"{memory['peak_bytes'] / 1e9:.2f} GB, page cache included; {memory['oom_kills']} kills"),
         ("not reclaimable", f"{memory['peak_anonymous_bytes'] / 1e9:.2f} GB"),
         ("steps", f"{len(steps)}, {seconds:.2f} s each after the first, {steps[0]['seconds']:.2f} s"),
+        ("of a step", f"{report['compute_s']:.2f} s without waiting; its I/O alone {report['io_bound_s']:.2f} s"),
         ("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"),
         ("moved", f"{report['bytes_per_parameter']:.2f} B per parameter and step"),
         ("load, train, save", f"{result['wall_s']:.0f} s"),
@@ -41,12 +46,19 @@ def describe(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=2e9, help="at least (default 2e9)")
+    parser.add_argument("--parameters", type=float, default=2e9, help="smallest number of parameters (default 2e9)")
     add_options(parser)
+    parser.add_argument(
+        "--torch", action="store_true", help="then time the same step with plain torch in memory, without a limit"
+    )
     options = parser.parse_args()
     training = training_of(options, options.parameters, options.limit)
-    result = train(training, options.scratch.resolve(), keep=options.keep)
-    print(describe(result))
+    scratch = options.scratch.resolve()
+    result = train(training, scratch, keep=options.keep)
+    print(describe(result), flush=True)
+    if options.torch:
+        result["torch_step_s"] = seconds_in_memory(training, scratch / "torch.log")
+        print(f"{'plain torch':<20}{result['torch_step_s']:.2f} s each, in memory")
     write(result, options)
 
 

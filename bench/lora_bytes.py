@@ -92,9 +92,11 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--frozen", choices=("bf16", "int8", "nf4"), default="bf16")
-    parser.add_argument("--device", type=float, default=0.375, help="memory.device, of the bytes of the base in bf16")
+    parser.add_argument(
+        "--device", type=float, default=0.375, help="memory.device, as a share of the bytes of the base in bf16"
+    )
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
     args = parser.parse_args()
     args.swap_dir.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ memory.
 
     bash bench/peers/setup.sh                                         # once: DeepSpeed's own environment
     python bench/micro_batches.py --json build/micro-batches.json     # as root: the disk is throttled by a cgroup
-    python bench/micro_batches.py --systems vertical,ordinary,processor --layers 4 --rounds 3       # the short one
+    python bench/micro_batches.py --systems vertical,ordinary,processor --layers 4 --rounds 3       # a short run
 
 | system | what it is |
 |---|---|
 | vertical, ordinary | infinity.backward(..., vertical=True and False); weights and optimizer states on NVMe |
-| ...-throttled | the same, reading and writing 0.5 GB/s each at most |
-| processor | infinity with everything in RAM and no overlap: the CPU's work alone |
+| ...-throttled | the same, but the disk reads 0.5 GB/s and writes 0.5 GB/s at most |
+| processor | infinity with everything in RAM and no overlap: a step is only the CPU's work |
 | torch | plain torch in memory with the same recomputation; weights and moments in bf16, no fp32 master |
 | deepspeed | ZeRO-3, weights and optimizer states on NVMe, as many accumulation steps |
 
@@ -122,16 +122,16 @@ def table(summary: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--systems", default=",".join(SYSTEMS), help="of these; default: all")
+    add("--systems", default=",".join(SYSTEMS), help="names, separated by commas; default: all")
     add("--micro-batches", type=int, default=8)
     add("--tokens", type=int, default=512)
     add("--layers", type=int, default=16)
     add("--max-grad-norm", type=float, help="clip to this norm; 0.01 clips in every step; default: no clipping")
     add("--rounds", type=int, default=5, help="turns of each system; a turn measures the mean of three steps")
     add("--rate", type=float, default=0.5e9, help="bytes per second of the throttled disk, each way")
-    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
+    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a new directory is created in it")
     add("--peers-python", type=Path, default=_CHECKOUT / ".venv-peers" / "bin" / "python")
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--json", type=Path, help="write all measurements to this file")
     args = parser.parse_args()
     systems = list(dict.fromkeys(args.systems.split(",")))
     if unknown := set(systems) - set(SYSTEMS):

@@ -149,7 +149,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON; the plot goes beside it")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; the plot is written to the same folder")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -3,7 +3,7 @@
 plain torch.
 
     python bench/overhead.py --json build/overhead.json
-    python bench/overhead.py --layers 24 --placements ram --rounds 5      # the short one, while you change something
+    python bench/overhead.py --layers 24 --placements ram --rounds 5      # a short run, while you change something
     python bench/overhead.py --layers 24 --clipped --device 6             # no step updates during its backward
 
 A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and almost nothing to move. The
@@ -144,8 +144,8 @@ def main() -> None:
     add("--rounds", type=int, default=11, help="turns of each contender; a turn measures the mean of three steps")
     add("--clipped", action="store_true", help="clip the gradients of every step")
     add("--device", type=int, default=0, metavar="MIB", help="memory.device in MiB")
-    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a new directory is created in it")
+    add("--json", type=Path, help="write all measurements to this file")
     args = parser.parse_args()
     args.swap_dir.mkdir(parents=True, exist_ok=True)
     seconds: dict[int, dict[str, list[float]]] = {}

@@ -91,10 +91,11 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 
     import infinity
     from infinity.access.step_io_replay import replay_step
-    from infinity.cli.planning.model import BatchShape, adapt
+    from infinity.cli.planning.model import adapt
     from infinity.cli.planning.scenario import PlanScenario
     from infinity.config import load_config
     from infinity.coordinator.registry import coordinator_of
+    from infinity.state.training_step import BatchShape
 
     ranks, micro_batches = case.get("ranks", 1), case.get("micro_batches", 1)
     if ranks > 1:
@@ -108,7 +109,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 
         lora = LoraConfig(r=case["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
-        adapt(plain, case["lora"])
+        adapt(plain, case["lora"], experts=False)
     config = load_config(
         case["config"]
         | {
@@ -201,8 +202,8 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
     import torch
 
-    from infinity.cli.planning.local_rates import local_machine
-    from infinity.cli.planning.model import widths
+    from infinity.plan.local_rates import local_machine
+    from infinity.state.model_shape import widths
 
     width, inner = widths(plain)
     return local_machine(
@@ -273,9 +274,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="of these; default: all")
+    parser.add_argument("--cases", default=",".join(CASES), help="names, separated by commas; default: all")
     parser.add_argument("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--known", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,9 +1,10 @@
 """Time of a fetch while bulk traffic is queued: `python bench/priority.py [--path DIR]`.
 
-Fetches (class weights) are issued at even intervals while gigabytes of optimizer-state traffic are queued in the same
-engine. The traffic (class states) is half reads and half writes, in the tiles that an update moves. Two ratios are
-reported. The first is the fetch's time divided by the time of the same fetch with an idle queue, measured before and
-after. The second is the traffic's rate divided by the rate of the same traffic without fetches.
+Fetches (class weights) are issued at even intervals while gigabytes of other traffic are queued in the same engine.
+With `--traffic states` (the default) this is half reads and half writes, in the tiles that an update moves. With
+`--traffic activations` it is what a forward keeps for its backward: writes alone. Two ratios are reported. The first is
+the fetch's time divided by the time of the same fetch with an idle queue, measured before and after. The second is the
+traffic's rate divided by the rate of the same traffic without fetches.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ TILE_BYTES = 1 << 20
 
 
 class Traffic:
-    """State traffic on one scratch file: tiles are read and written back, and all requests are submitted at once."""
+    """Traffic of one class on one scratch file: tiles are read and written back, or activations are only written. All
+    requests are submitted at once."""
 
-    def __init__(self, engine: _native.IOEngine, scratch: ScratchFile, nbytes: int) -> None:
+    def __init__(
+        self, engine: _native.IOEngine, scratch: ScratchFile, nbytes: int, io_class: _native.IOClassName
+    ) -> None:
         self._engine = engine
+        self._class: _native.IOClassName = io_class
         self._scratch = scratch
         self._nbytes = nbytes
         self._memory = _native.Arena(64 << 20).view(0, 64 << 20)
@@ -38,8 +43,11 @@ class Traffic:
             where = at % (32 << 20)
             read = self._memory[where : where + TILE_BYTES]
             write = self._memory[where + (32 << 20) : where + (32 << 20) + TILE_BYTES]
-            futures.append(self._engine.read(self._scratch.file, at % half, read, "states"))
-            futures.append(self._engine.write(self._scratch.file, half + at % half, write, "states"))
+            if self._class == "activations":
+                futures.append(self._engine.write(self._scratch.file, at % half, read, self._class))
+            else:
+                futures.append(self._engine.read(self._scratch.file, at % half, read, self._class))
+            futures.append(self._engine.write(self._scratch.file, half + at % half, write, self._class))
         return futures
 
 
@@ -64,14 +72,16 @@ def run_traffic(traffic: Traffic) -> float:
     return time.perf_counter() - began
 
 
-def measure(path: Path, fetch_bytes: int, traffic_bytes: int, fetches: int) -> dict[str, float]:
+def measure(
+    path: Path, fetch_bytes: int, traffic_bytes: int, fetches: int, io_class: _native.IOClassName
+) -> dict[str, float]:
     with ScratchFile(path, 1 << 30) as scratch, ScratchFile(path, 16 * fetch_bytes) as weights:
         engine = _native.IOEngine()
         into = _native.Arena(fetch_bytes).view(0, fetch_bytes)
         engine.register_memory(into)
         for file, nbytes in ((scratch.file, 1 << 30), (weights.file, 16 * fetch_bytes)):
             wait([engine.write(file, at, into) for at in range(0, nbytes, fetch_bytes)])
-        traffic = Traffic(engine, scratch, traffic_bytes)
+        traffic = Traffic(engine, scratch, traffic_bytes, io_class)
         places = [number % 16 * fetch_bytes for number in range(fetches)]
         idle = [timed_fetch(engine, weights, at, into) for at in places]
         alone_s = run_traffic(traffic)
@@ -84,9 +94,9 @@ def measure(path: Path, fetch_bytes: int, traffic_bytes: int, fetches: int) -> d
         "fetch_loaded_s": statistics.median(loaded),
         "fetch_ratio": statistics.median(loaded) / statistics.median(idle),
         "fetch_loaded_max_s": max(loaded),
-        "states_alone_rate": traffic_bytes / alone_s,
-        "states_shared_rate": traffic_bytes / shared_s,
-        "states_ratio": alone_s / shared_s,
+        "traffic_alone_rate": traffic_bytes / alone_s,
+        "traffic_shared_rate": traffic_bytes / shared_s,
+        "traffic_ratio": alone_s / shared_s,
         "fetches": float(len(loaded)),
     }
 
@@ -128,24 +138,35 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path("."))
     parser.add_argument("--fetch-mib", type=int, default=64)
     parser.add_argument("--traffic-gib", type=float, default=8.0)
+    parser.add_argument("--traffic", choices=("states", "activations"), default="states")
     parser.add_argument("--fetches", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rounds = []
     for _ in range(options.rounds):
-        found = measure(options.path, options.fetch_mib << 20, int(options.traffic_gib * (1 << 30)), options.fetches)
+        found = measure(
+            options.path,
+            options.fetch_mib << 20,
+            int(options.traffic_gib * (1 << 30)),
+            options.fetches,
+            options.traffic,
+        )
         rounds.append(found)
         print(
             f"fetch of {options.fetch_mib} MiB: idle {found['fetch_idle_s'] * 1e3:.1f} ms, under load "
             f"{found['fetch_loaded_s'] * 1e3:.1f} ms = {found['fetch_ratio']:.2f}×, worst "
-            f"{found['fetch_loaded_max_s'] * 1e3:.1f} ms; states {found['states_alone_rate'] / 1e9:.2f} GB/s alone, "
-            f"{found['states_shared_rate'] / 1e9:.2f} GB/s beside {found['fetches']:.0f} fetches = "
-            f"{found['states_ratio']:.2f}×",
+            f"{found['fetch_loaded_max_s'] * 1e3:.1f} ms; {options.traffic} "
+            f"{found['traffic_alone_rate'] / 1e9:.2f} GB/s alone, "
+            f"{found['traffic_shared_rate'] / 1e9:.2f} GB/s beside {found['fetches']:.0f} fetches = "
+            f"{found['traffic_ratio']:.2f}×",
             flush=True,
         )
     medians = {key: statistics.median(found[key] for found in rounds) for key in rounds[0]}
-    print(f"median of {len(rounds)}: fetch {medians['fetch_ratio']:.2f}×, states {medians['states_ratio']:.2f}×")
+    print(
+        f"median of {len(rounds)}: fetch {medians['fetch_ratio']:.2f}×, "
+        f"{options.traffic} {medians['traffic_ratio']:.2f}×"
+    )
     if options.json:
         options.json.write_text(json.dumps({"rounds": rounds, "median": medians}, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A command on a file system in RAM, behind a loop device: there the disk does not hide what an engine costs.
+# Runs a command on a file system in RAM, behind a loop device. A disk this fast does not hide the cost of an engine.
 #   sudo bench/ram_disk.sh 4G python bench/io_vs_fio.py --size 1GiB     ("--path MOUNT" is added)
-# The file system and its image are gone afterwards, however the command ends.
+# The file system and its image are removed afterwards, however the command ends.
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,4p' "$0"; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "a loop device needs root: sudo $0 $*" >&2; exit 2; }

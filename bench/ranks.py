@@ -29,8 +29,8 @@ from infinity.plan.plan import Plan
 from infinity.plan.plan_input import PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition, slices_of
-from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,13 +62,13 @@ class Row:
         padding: elements of the job's slots beyond the parameters, as a share.
         gather: ranks that weights are gathered from after the first time in a step.
         state_bytes, weight_bytes: bytes that the rank keeps, in any tier.
-        copies_bytes: bytes of the weights that it keeps in RAM for the ranks of G.
+        copies_bytes: bytes of the weights that the rank keeps in RAM for the ranks of G.
         paper_bytes: bytes that a rank keeps according to the papers.
         far_bytes, near_bytes: bytes of weights that are received from ranks of other machines, or of this machine, in a
             step with one forward and one backward pass.
         moved_bytes: bytes per step, read and written on the rank's disk.
         io_s: seconds for moved_bytes.
-        tokens: tokens per device and step, from which on computing takes longer than the disk.
+        tokens: smallest number of tokens per device and step with which computing takes longer than the disk.
     """
 
     model: str
@@ -166,7 +166,7 @@ def main() -> None:
     for name, count in jobs:
         for gather, stage in STAGES.items():
             if near_of(count, gather) == count and gather != "world":
-                continue  # this row would be this row would be the same as the row above
+                continue  # this row would be the same as the row above
             try:
                 row = row_of(name, units[name], count, gather)
             except PlanError as error:

@@ -77,7 +77,7 @@ def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argpar
         setting = setting_of("infinity-nvme-lean")
         assert setting is not None
         options = setting.options(workload, None)
-        # counts counts memory that the ranks share
+        # the swap config has the memory of the machine, which the ranks share
         options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)
     elif name == "deepspeed":
         python, options = args.peers_python, params_on_nvme(workload)
@@ -109,9 +109,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=256, help="of each rank's one sequence")
+    parser.add_argument("--tokens", type=int, default=256, help="length of the sequence of each rank")
     parser.add_argument("--swap", type=Path, help="a directory on the disk that is measured; default: a temporary one")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for one answer")
     parser.add_argument("--infinity-python", type=Path, default=Path(sys.executable))
     parser.add_argument("--peers-python", type=Path, default=CHECKOUT / ".venv-peers" / "bin" / "python")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# the same the same as in the workers: threads must not spin on a busy machine
+# as in the workers: threads must not spin on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from peers.contenders import setting_of
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--contender", default="processor", help="of bench/peers/contenders.py (default: processor)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
     args = parser.parse_args()
     setting = setting_of(args.contender)

@@ -56,13 +56,20 @@ def scenarios(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("build/simulated"), help="folder for what is written")
+    add("--out", type=Path, default=Path("build/simulated"), help="folder for the results")
     add("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     add("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     add("--policies", nargs="+", choices=POLICIES, default=["as is"])
     add("--batch", type=int, default=4, help="sequences of 2,048 tokens per step")
-    add("--join", nargs="+", type=Path, default=[], metavar="JSON", help="results of this program")
+    add(
+        "--join",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="JSON",
+        help="results of this program, whose rows are put together",
+    )
     add("--calibrate", nargs="+", type=Path, default=[], metavar="JSON", help="results of bench/step_vs_peers.py")
     add("--calibrate-gpu", type=Path, metavar="JSON", help="results of stages 5 and 8 of bench/gpu_check.py")
     return parser.parse_args(argv)

@@ -277,27 +277,54 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--contenders", help=f"names as in bench/peers/contenders.py; default {DEFAULT}")
     add("--workload", choices=WORKLOADS, default="256", help="tokens per step: 1 × 256, or 4 × 512 with recomputation")
-    add("--max-grad-norm", type=float, default=1.0, help="1 clips every step of this workload, 1000 none (default 1)")
+    add(
+        "--max-grad-norm",
+        type=float,
+        default=1.0,
+        help="1 clips every step of this workload, 1000 clips no step (default 1)",
+    )
     add("--rounds", type=int, default=7, help="measured steps of each contender per set-up")
-    add("--repeats", type=int, default=1, help="set all up anew this often: swap files then lie elsewhere on the disk")
-    add("--warmup", type=int, default=1, help="turns, of four steps, before them")
-    add("--time-limit", type=float, default=600.0, help="seconds for one answer; a contender that takes longer is out")
+    add(
+        "--repeats",
+        type=int,
+        default=1,
+        help="how often all contenders are set up; each time, swap files are at other places of the disk",
+    )
+    add("--warmup", type=int, default=1, help="unmeasured turns of four steps, before the measured turns")
+    add(
+        "--time-limit",
+        type=float,
+        default=600.0,
+        help="seconds for one answer; a contender that takes longer is removed from the run",
+    )
     add(
         "--cached-like",
         type=lambda text: text if text == "deepspeed" else parse_bytes(text),
         default="deepspeed",
-        help="peak memory of the contenders that cache: deepspeed, its peak in this run, or a size",
+        help="peak memory of the contenders that cache states: a size, or `deepspeed` for DeepSpeed's peak in this run",
     )
-    add("--json", type=Path, help="write everything measured to this file")
-    add("--swap-dir", type=Path, default=CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
+    add("--json", type=Path, help="write all measurements to this file")
+    add("--swap-dir", type=Path, default=CHECKOUT / "build" / "bench-swap", help="a new directory is created in it")
     add(
-        "--peers-python", type=Path, default=CHECKOUT / ".venv-peers" / "bin" / "python", help="for DeepSpeed and torch"
+        "--peers-python",
+        type=Path,
+        default=CHECKOUT / ".venv-peers" / "bin" / "python",
+        help="interpreter for DeepSpeed and torch",
     )
-    add("--infinity-python", type=Path, default=Path(sys.executable), help="for infinity")
-    add("--deepspeed-variant", help=f"NAME or NAME:BUFFER_COUNT, no probe; {', '.join(each.name for each in VARIANTS)}")
+    add("--infinity-python", type=Path, default=Path(sys.executable), help="interpreter for infinity")
+    add(
+        "--deepspeed-variant",
+        help=f"NAME or NAME:BUFFER_COUNT, without a probe; {', '.join(each.name for each in VARIANTS)}",
+    )
     add("--probe-from", type=int, help="smallest buffer_count to try; default: the known smallest of each variant")
-    add("--try-params-nvme", action="store_true", help="only report what DeepSpeed does with parameters on NVMe too")
-    add("--one-at-a-time", action="store_true", help="as if memory did not allow all at once")
+    add(
+        "--try-params-nvme", action="store_true", help="only report whether DeepSpeed runs with parameters on NVMe, too"
+    )
+    add(
+        "--one-at-a-time",
+        action="store_true",
+        help="run the contenders one after the other, as if memory were too small for several",
+    )
     add("--small", action="store_true", help="a tiny model, to try the script itself")
     return parser.parse_args(argv)
 

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
     args = parser.parse_args()
     workload = replace(Workload(), tokens=args.tokens, weight_decay=0.0, max_grad_norm=1000.0)

@@ -33,7 +33,8 @@ from peers.workload import SMALL, WORKLOADS, Job, Workload
 CONTENDERS = "infinity-host,infinity-nvme,infinity-nvme-int8"
 NEW, OLD, AGAIN = "new", "old", "old again"
 
-_KEPT = ("seconds", "peak_rss_bytes", "loss")
+_KEPT = ("seconds", "cpu_seconds", "peak_rss_bytes", "loss")
+_RATIOS = {"seconds": "seconds", "processor time": "cpu_seconds", "peak memory": "peak_rss_bytes"}
 
 Steps = dict[str, list[dict[str, Any]]]
 
@@ -88,13 +89,17 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="the interpreter that imports the other version")
     parser.add_argument("--contenders", default=CONTENDERS, help="names as in bench/peers/contenders.py")
     parser.add_argument("--workload", choices=WORKLOADS, default="256", help="tokens per step")
-    parser.add_argument("--max-grad-norm", type=float, default=1000.0, help="1 clips every step, 1000 none")
+    parser.add_argument("--layers", type=int, help="number of layers, if it is not the workload's")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 where the processor only emulates bfloat16")
+    parser.add_argument("--max-grad-norm", type=float, default=1000.0, help="1 clips every step, 1000 clips no step")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
     args = parser.parse_args()
-    workload = replace(SMALL if args.small else WORKLOADS[args.workload], max_grad_norm=args.max_grad_norm)
+    chosen = SMALL if args.small else WORKLOADS[args.workload]
+    layers = args.layers or chosen.layers
+    workload = replace(chosen, layers=layers, max_grad_norm=args.max_grad_norm, dtype=args.dtype)
     args.swap_dir.mkdir(parents=True, exist_ok=True)
     # The path is made absolute, but links are not resolved: a virtual environment's interpreter is a symbolic link, and
     # only works by this link.
@@ -105,7 +110,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.swap_dir) as directory:
             load = os.getloadavg()[0]
             steps = measure(name, workload, pythons, args.rounds, Path(directory))
-        found = {"seconds": ratios_of(steps, "seconds"), "peak memory": ratios_of(steps, "peak_rss_bytes")}
+        found = {what: ratios_of(steps, key) for what, key in _RATIOS.items()}
         report(name, found)
         loads = {"before": load, "after": os.getloadavg()[0]}
         result[name] = found | {"load": loads, "steps": steps}

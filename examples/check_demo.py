@@ -28,7 +28,7 @@ def equal_tensors(output: Path, swap: Path, step: int) -> int:
         for name in [name for of_unit in generation.shapes() for name in of_unit]:
             weight = generation.weight(name)
             if not torch.equal(weight.view(torch.uint8), saved.get_tensor(name).view(torch.uint8)):
-                raise ValueError(f"{name} of the saved model is not that of step {step} in {swap}")
+                raise ValueError(f"{name} of the saved model has other values than {name} of step {step} in {swap}")
             names.remove(name)
     if names:
         raise ValueError(f"the generation of step {step} has no {', '.join(sorted(names))}")

@@ -1,6 +1,6 @@
 """Input of the demo: a checkpoint of Llama's architecture with random weights, a tokenizer, and text.
 
-The text is the sources of the Python standard library, which every machine that runs this has. The tokenizer is trained
+The text is the sources of the Python standard library, which are on every machine with Python. The tokenizer is trained
 on the same text. Parts of the text become the data of examples/recipes and examples/unchanged: texts.jsonl,
 chats.jsonl, preferences.jsonl and prompts.jsonl.
 """
@@ -92,7 +92,7 @@ def write_records(text: Path, target: Path) -> None:
 def make_checkpoint(
     directory: Path, hidden: int, layers: int, vocabulary: int, dtype: torch.dtype, text_bytes: int
 ) -> None:
-    """Write checkpoint/, text/ and the records into `directory`; `hidden` is a multiple of 64."""
+    """Write checkpoint/, text/ and the records into `directory`. `hidden` must be a multiple of 64."""
     text = directory / "text"
     collect_text(text, text_bytes)
     write_records(text, directory)

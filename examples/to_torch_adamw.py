@@ -1,6 +1,6 @@
 """Continuation of a run in plain PyTorch, from the copy that `infinity checkpoint export` wrote.
 
-It needs transformers and torch.optim.AdamW, and no infinity.
+The script needs transformers and torch.optim.AdamW. It does not need infinity.
 
     model, optimizer = load("exported")
 
@@ -88,7 +88,7 @@ def make_optimizer(model: torch.nn.Module, files: OptimizerFiles) -> torch.optim
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="what `infinity checkpoint export` wrote")
+    parser.add_argument("directory", type=Path, help="folder that `infinity checkpoint export` wrote")
     parser.add_argument("output", type=Path, help="file for torch.save: the state_dicts of model and optimizer")
     options = parser.parse_args()
     model, optimizer = load(options.directory)

@@ -42,7 +42,7 @@ from infinity.errors import (
 if TYPE_CHECKING:
     from infinity.checkpoint.export import export_checkpoint
     from infinity.checkpoint.from_portable import offload_from_checkpoint
-    from infinity.checkpoint.load import load_pretrained
+    from infinity.checkpoint.load_pretrained import load_pretrained
     from infinity.checkpoint.reshard import resume
     from infinity.checkpoint.save_pretrained import save_pretrained
     from infinity.config import SwapConfig, load_config
@@ -53,19 +53,20 @@ if TYPE_CHECKING:
     from infinity.optim.lion import Lion
     from infinity.optim.sgd import SGD
     from infinity.runtime.accumulation_methods import no_sync
+    from infinity.runtime.commit_api import commit, track
     from infinity.runtime.cross_entropy import chunked_cross_entropy
     from infinity.runtime.gathered import gathered, state_dict
     from infinity.runtime.micro_batches import backward
     from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.tiles import tile
+    from infinity.runtime.token_tiles import tile_tokens
     from infinity.runtime.trace import trace
-    from infinity.runtime.track_and_commit import commit, track
 
 _HOMES = {
     "checkpoint.from_portable": ("offload_from_checkpoint",),
     "checkpoint.export": ("export_checkpoint",),
-    "checkpoint.load": ("load_pretrained",),
+    "checkpoint.load_pretrained": ("load_pretrained",),
     "checkpoint.save_pretrained": ("save_pretrained",),
     "config": ("SwapConfig", "load_config"),
     "integrations.chunked_loss": ("use_chunked_loss",),
@@ -82,8 +83,9 @@ _HOMES = {
     "runtime.offload": ("close", "offload", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
     "runtime.tiles": ("tile",),
+    "runtime.token_tiles": ("tile_tokens",),
     "runtime.trace": ("trace",),
-    "runtime.track_and_commit": ("commit", "track"),
+    "runtime.commit_api": ("commit", "track"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("_native", "config", "hf", "sizes")
@@ -138,6 +140,7 @@ __all__ = [
     "statistics",
     "synchronize",
     "tile",
+    "tile_tokens",
     "trace",
     "track",
     "use_chunked_loss",

@@ -3,7 +3,7 @@
 These are only type stubs: the names are imported from `infinity._native`.
 
 `WeightCodec` names the stored form of one parameter of `numel` elements. The parameter is flattened and divided into
-blocks of 64 elements.
+blocks of 64 elements, except in `fp8_block`, `mxfp4`, `nvfp4` and `int4_group`.
 
 | codec       | codes                                       | scales                                           |
 |-------------|---------------------------------------------|--------------------------------------------------|
@@ -11,11 +11,27 @@ blocks of 64 elements.
 | `nf4_fp32`  | the same                                    | fp32 a block                                     |
 | `int8`      | int8                                        | bf16 a block                                     |
 | `int8_rows` | int8                                        | fp32 a row (bitsandbytes' SCB)                   |
+| `fp8_block` | e4m3 without infinities                     | fp32, bf16 or e8m0 a rectangle                   |
+| `mxfp4`     | e2m1, two in a byte, the first in the lower | e8m0 for 32 elements                             |
+| `nvfp4`     | the same                                    | e4m3 for 16 elements, one fp32 for all           |
+| `int4_group`| unsigned, two in a byte in the same order   | fp32, bf16 or e8m0 a group of a row              |
 
 `nf4` is bitsandbytes' NF4 with `bnb_4bit_use_double_quant`. `nf4_fp32` is NF4 without `bnb_4bit_use_double_quant`. Both
 have blocks of 64 elements. `int8_rows` is bitsandbytes' LLM.int8(). Codes, scales and values have the bits of
 bitsandbytes 0.50.2 on a processor. Where the arithmetic of bitsandbytes differs between processors,
 csrc/codec/codec.hpp says which arithmetic is used.
+
+The rectangle of `fp8_block` and the type of its scales are part of the codec's text: `fp8_block:128x128:bf16` has a
+bf16 scale for each 128 rows and 128 columns. The rectangles at the ends of rows and columns may be incomplete. The
+scales are stored row by row. The decoded value is code · scale in fp32.
+
+The decoded value of `mxfp4` and `nvfp4` is code · scale in fp32. In `nvfp4:factor` the scale is the e4m3 number times
+the global scale in fp32; in `nvfp4:divisor` it is the e4m3 number divided by the global scale. The global scale is the
+part 'nested_scales'. `mxfp4:2880` is a stack of matrices of 2880 rows that are stored transposed, column after column,
+so that a scale belongs to 32 elements of a column.
+
+The decoded value of `int4_group:128:bf16` is (code − 8) · scale in fp32, with a bf16 scale for each 128 elements of a
+row.
 
 `int8` is linear. The scale is the smallest bf16 that is not below absmax / 127 in fp32. The code is value / scale in
 fp32, rounded to the nearest integer, ties to even; it is 0 if the scale is 0. The decoded value is code · scale in
@@ -39,17 +55,19 @@ checkpoint must be compared with this map.
 def weight_parts(codec: WeightCodec, numel: int, row_numel: int = 0) -> dict[str, tuple[int, int]]:
     """Return (begin, bytes) of each part of the stored form, by name.
 
-    The names are 'codes' and 'scales', and for 'nf4' also 'nested_scales' and 'offset'. Each part begins at a multiple
-    of 64.
+    The names are 'codes' and 'scales', for 'nf4' also 'nested_scales' and 'offset', and for 'nvfp4' 'nested_scales'.
+    Each part begins at a multiple of 64.
 
     Args:
         codec: the stored form.
         numel: elements of the parameter.
-        row_numel: elements of a row; used only for 'int8_rows'.
+        row_numel: elements of a row; used only for 'int8_rows', 'fp8_block', 'mxfp4', 'nvfp4' and
+            'int4_group'.
 
     Raises:
-        ValueError: the codec is unknown, there are more than 2^48 elements, or `numel` is not a multiple of `row_numel`
-            with 'int8_rows'.
+        ValueError: the codec is unknown, there are more than 2^48 elements, `numel` is not a multiple of `row_numel`
+            and the codec uses `row_numel`, or a scale of 'mxfp4', 'nvfp4' or 'int4_group' would belong to an incomplete
+            group.
     """
 
 def encoded_weight_bytes(codec: WeightCodec, numel: int, row_numel: int = 0) -> int:

@@ -12,13 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from infinity.errors import ConfigError, NotAvailableError, printable
 from infinity.files import nearest, read_regular, require_different, require_possible
 from infinity.quoting import quoted
 from infinity.sizes import THREADS_MAX, parse_bytes
-from infinity.strict import parse_json, parse_yaml
+from infinity.strict_parsers import parse_json, parse_yaml
 
 _FILE_BYTES_MAX = 64 << 10
 _MISTAKES_MAX = 10
@@ -74,6 +83,9 @@ def _number(value: object) -> object:
         raise ValueError("write a number, such as 300")
     return value
 
+
+_RANKS_MARGIN_S = 30.0
+"""Seconds after nvme.deadline_s in which a rank can report that its disk hangs."""
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -151,7 +163,7 @@ class UpdateConfig(_Section):
 
 
 class RanksConfig(_Section):
-    """Weights of other ranks that each rank keeps. Without torchrun the section has no effect."""
+    """Several ranks. Without torchrun the section has no effect."""
 
     gather: Literal["auto", "world", "node", "none"] = "auto"
     """Ranks from which a rank gathers weights for each use.
@@ -161,6 +173,12 @@ class RanksConfig(_Section):
     weights in RAM (ZeRO-2). auto: node if there are several machines and the copy takes at most half of memory.host,
     else world. Never changes a bit of the result.
     """
+    deadline_s: Annotated[float | None, BeforeValidator(_number)] = Field(
+        default=None, gt=0, le=604800, allow_inf_nan=False
+    )
+    """Seconds for which each rank waits for another rank; omitted = nvme.deadline_s and 30 seconds. After that the run
+    ends with an error that says where each rank is. A script in which one rank does something alone for longer, such as
+    an evaluation without the model, needs a larger value."""
 
 
 class SwapConfig(_Section):
@@ -170,13 +188,23 @@ class SwapConfig(_Section):
     """Tier of the weights between uses."""
     optimizer: Tier = "auto"
     """Tier of the optimizer states between updates: both moments, and the fp32 master or its 16-bit residual (see
-    master)."""
+    master). device: the device (GPU) keeps the weights, states and gradients of all units that are trained, and updates
+    them there. auto: the device, for as many units as fit half of memory.device (more if the other half is larger than
+    40 GiB), and RAM and NVMe for the other units."""
     gradients: Literal["host", "device", "nvme", "auto"] = "auto"
-    """Tier in which gradients wait for the step. auto: RAM for as many units as memory.host has room for, and NVMe for
+    """Tier in which gradients wait for the step, except gradients of units whose states the device keeps (optimizer):
+    these stay there. auto: RAM for as many units as memory.host has room for, and NVMe for
     the other units. nvme: NVMe for all units. On NVMe, the first micro-batch moves 4 B per bf16 parameter (2 B written,
     2 B read), and each further micro-batch moves 8 B in fp32."""
     activations: Literal["auto", "keep", "recompute", "host", "nvme"] = "auto"
-    """Whether activations are kept, or recomputed in the backward pass. auto: recompute if the model supports it."""
+    """Tier of the tensors that a forward keeps for its backward. keep: the device. host: RAM. nvme: NVMe. auto: the
+    device, if they fit or if the batch is not known; else RAM; NVMe only if no other plan fits. Without a GPU, host is
+    the same as keep. recompute: the older spelling of recompute: blocks. Never changes a bit of the result."""
+    recompute: Literal["auto", "blocks", "none"] = "auto"
+    """Whether the backward pass computes each block again. blocks: a forward keeps only the inputs of the blocks. none:
+    it keeps every tensor that the backward pass needs. auto: none with activations: keep; the faster one if the batch
+    and the rates of the machine are known, as in infinity plan; else blocks if the model supports it. Never changes a
+    bit of the result."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
@@ -210,11 +238,31 @@ class SwapConfig(_Section):
     stochastically."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Form of the optimizer's moments. bf16 and int8 move fewer bytes."""
+    experts: Literal["auto", "apart", "together"] = "auto"
+    """Whether the experts of a mixture are fetched, updated and released apart. apart: each expert is a unit (small
+    experts: a few together), and only the weights of the experts that a batch is routed to are fetched. together: all
+    experts of a layer are one unit with the rest of the layer. auto: apart, if the model computes its experts with
+    transformers' grouped_mm. With several ranks, experts are together. Never changes a bit of the result on the CPU,
+    unless experts have adapters (docs/exact.md)."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
     """Form in which frozen weights of blocks are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not encoded; weights keep
     their own dtype (bf16 or another one), and a quantized checkpoint is decoded once. auto: in the form that the
     checkpoint has, even if bitsandbytes quantized the checkpoint. Embeddings, head, norms and adapters are not
     encoded."""
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> SwapConfig:
+        if self.activations == "recompute" and self.recompute == "none":
+            raise ValueError(
+                "activations: recompute and recompute: none contradict each other. Remove one: activations: recompute "
+                "is the older spelling of recompute: blocks"
+            )
+        return self
+
+    @property
+    def ranks_deadline_s(self) -> float:
+        """Seconds for which each rank waits for another rank."""
+        return self.nvme.deadline_s + _RANKS_MARGIN_S if self.ranks.deadline_s is None else self.ranks.deadline_s
 
     def require_available(self, source: str = "") -> None:
         """Raise an error for values whose feature this version does not have yet.
@@ -234,7 +282,10 @@ class SwapConfig(_Section):
                 )
 
 
-_NOT_YET = {"optimizer": ("device",), "gradients": ("device",), "activations": ("host", "nvme")}
+_OF_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+"""Keys by which a config of DeepSpeed is recognized."""
+
+_NOT_YET = {"gradients": ("device",)}
 """Values that this version does not accept, by key."""
 
 
@@ -255,6 +306,11 @@ def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> li
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
     mistakes = error.errors(include_url=False)
+    if any(item["loc"][0] in _OF_DEEPSPEED for item in mistakes if item["type"] == "extra_forbidden"):
+        return ConfigError(
+            f"{source} is a config of DeepSpeed, not a swap config. `infinity convert {source} -o swap.yaml` makes a "
+            "swap config of it."
+        )
     lines = [_explain_one(item) for item in mistakes[:_MISTAKES_MAX]]
     if len(mistakes) > _MISTAKES_MAX:
         lines.append(f"and {len(mistakes) - _MISTAKES_MAX} more")

@@ -229,7 +229,7 @@ class SwapIOError(InfinityError, OSError):
         detail: str = "",
         begun: bool = True,
     ) -> None:
-        what = f"{state} of unit '{unit}'" if unit else "swap data"
+        what = f"{state} of unit '{unit}'" if unit else state or "swap data"
         cause = detail or os.strerror(errno)
         advice = self.advice or _ADVICE.get(errno, "Check the disk that holds the path.")
         when = f" at step {step}" if step else ""

@@ -85,6 +85,21 @@ def read(descriptor: int, nbytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def read_into(descriptor: int, into: memoryview, at: int) -> int:
+    """Fill memory with the bytes of a file from byte `at` on. Raises OSError.
+
+    Returns:
+        The number of bytes read, which is smaller than the memory if the file ends.
+    """
+    done = 0
+    while done < len(into):
+        part = os.preadv(descriptor, [into[done : done + _READ_BYTES]], at + done)
+        if not part:
+            break
+        done += part
+    return done
+
+
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
     """Return all bytes of a regular file.
 

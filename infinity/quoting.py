@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import reprlib
 
-from infinity.errors import printable
+from infinity.errors import StoreNotEmptyError, printable
 
 _LIMIT = 80
 """Number of characters of a value that a message shows."""
@@ -46,6 +46,12 @@ def quoted(value: object) -> str:
 def one_line(text: object) -> str:
     """Return `text` as one printable line."""
     return printable(" ".join(line.strip() for line in str(text).splitlines()))
+
+
+def with_ways(error: BaseException) -> str:
+    """Return an error as a message: one printable line, or for a StoreNotEmptyError one line for each way to go on."""
+    lines = str(error).splitlines() if isinstance(error, StoreNotEmptyError) else [str(error)]
+    return "\n  ".join(map(one_line, lines))
 
 
 def raised(error: BaseException) -> str:

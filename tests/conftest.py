@@ -28,7 +28,7 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.plan.device_memory import usable_cores
+from infinity.plan.machine_resources import usable_cores
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.tiers.home import StateHome
@@ -208,7 +208,7 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _bytes_of(coordinator: Coordinator, home: StateHome) -> bytearray:
     """Return a copy of a state in memory outside the arena, which may be full."""
     if home.in_memory:
-        return bytearray(home.view())
+        return bytearray(home.read(0, home.nbytes).numpy())
     view = _native.Arena(home.nbytes, huge_pages=False).view(0, home.nbytes)
     coordinator.resources.require_store().read(home.stored(), view).result()
     return bytearray(view)

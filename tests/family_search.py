@@ -2,8 +2,8 @@
 
 The search reads the modeling files without importing them. The search finds these shapes in a family's module classes:
 
-    nested      a list (or dict) of modules made inside another, or a bare nn.Module() used to hold others
-    bare        a class of modules that hold others and has no forward: its other methods are called
+    nested      a list (or dict) of modules inside another one, or a bare nn.Module() that holds other modules
+    bare        a class that holds other modules and has no forward; its other methods are called
     parameters  a ParameterList or ParameterDict
 """
 

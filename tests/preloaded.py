@@ -16,11 +16,12 @@ from trl import SFTTrainer
 import infinity.cli.bench.main
 import infinity.cli.finetune
 import infinity.cli.main
+import infinity.cli.training
 import infinity.integrations.accelerate
-import infinity.integrations.models
+import infinity.integrations.from_pretrained
 import infinity.integrations.strategy
 import infinity.integrations.transformers
-import infinity.ranks.exchange
+import infinity.ranks.collective_queue
 import tests.crash.job
 import tests.crash.pinned_job
 import tests.crash.rotating_job

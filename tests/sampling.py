@@ -1,10 +1,10 @@
 """Selection of tests by INFINITY_TESTS: a sample of the tests, a share of the tests, or all tests.
 
-| INFINITY_TESTS | cases with the mark `covering`   | tests with the mark `long` | runs, examples (`number`)      |
-|----------------|----------------------------------|----------------------------|--------------------------------|
-| not set        | a few                            | those that are `kept`      | a few                          |
-| 0.1            | those, and a tenth of the others | and a tenth of the others  | a tenth of all, at least a few |
-| all            | all                              | all                        | all                            |
+| INFINITY_TESTS | cases with the mark `covering`   | tests with the mark `long`     | runs, examples (`number`)      |
+|----------------|----------------------------------|--------------------------------|--------------------------------|
+| not set        | a few                            | the tests that are `kept`      | a few                          |
+| 0.1            | the few, and a tenth of the rest | these, and a tenth of the rest | a tenth of all, at least a few |
+| all            | all                              | all                            | all                            |
 
 With `covering(strength=2)`, the default, any two values of two parameters occur together in one of the few cases. With
 strength=1, each value occurs in one of the few cases. `most` limits the number of cases; with such a limit, some values

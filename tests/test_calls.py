@@ -42,8 +42,8 @@ ROOMS = (
 HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
 
 PROTOCOLS = {
-    # What the optimizer that entered is asked (units/speculation_choice.py: PredictableOptimizer;
-    # durable/optimizers.py: Checkpointed).
+    # What the optimizer that entered is asked (units/speculation_choice.py: StepPredictor;
+    # durable/registered_optimizers.py: Checkpointed).
     "OffloadedOptimizer.accumulation_steps",
     "OffloadedOptimizer.checkpoint",
     "OffloadedOptimizer.expected_scale",

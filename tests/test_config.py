@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.cli.main import main
 from infinity.sizes import format_bytes, parse_bytes, round_up
 
 
@@ -54,12 +55,11 @@ def test_a_bare_off_is_a_word(text: str, tmp_path: Path) -> None:
         ("nvme: {queue_dept: 3}", "unknown key 'nvme.queue_dept'; did you mean 'nvme.queue_depth'"),
         ("zzz: 3", "unknown key 'zzz'; known keys: weights"),
         ("weights: disk", "weights: Input should be 'device', 'host', 'nvme' or 'auto'"),
-        ("optimizer: ssd", "swap.yaml: optimizer: Input should be 'host', 'nvme' or 'auto' (given: 'ssd')"),
+        ("optimizer: ssd", "swap.yaml: optimizer: Input should be 'device', 'host', 'nvme' or 'auto' (given: 'ssd')"),
         (
             "activations: recomputed",
-            "Input should be 'auto', 'keep' or 'recompute' (given: 'recomputed'); did you mean",
+            "Input should be 'auto', 'keep', 'recompute', 'host' or 'nvme' (given: 'recomputed'); did you mean",
         ),
-        ("optimizer: device", "swap.yaml: optimizer: device is not available yet; use optimizer: host, nvme or auto"),
         ("gradients: device", "swap.yaml: gradients: device is not available yet; use gradients: host, nvme or auto"),
         ("overlap: before_foward", "(given: 'before_foward'); did you mean 'before_forward'?"),
         ("overlap: on", "overlap: Input should be 'auto'"),
@@ -194,3 +194,29 @@ def test_words_for_true_stay_true(word: str, tmp_path: Path) -> None:
     (tmp_path / "swap.yaml").write_text(f"nvme: {{checksums: {word}, deadline_s: 1e3}}\n")
     nvme = infinity.load_config(tmp_path / "swap.yaml").nvme
     assert (nvme.checksums, nvme.deadline_s) == (True, 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, 330.0),
+        ({"nvme": {"deadline_s": 60}}, 90.0),
+        ({"ranks": {"deadline_s": 7200}}, 7200.0),
+        ({"ranks": {"deadline_s": None}}, 330.0),
+    ],
+)
+def test_ranks_wait_longer_than_a_disk_may_take(given: dict[str, dict[str, float]], seconds: float) -> None:
+    assert infinity.load_config(given).ranks_deadline_s == seconds
+
+
+def test_a_config_of_deepspeed_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its keys are not named one by one: the message names the command that makes a swap config of it."""
+    theirs, ours = tmp_path / "ds.json", tmp_path / "swap.yaml"
+    theirs.write_text('{"zero_optimization": {"stage": 3}, "fp16": {"enabled": "auto"}}')
+    with pytest.raises(
+        infinity.ConfigError, match=f"`infinity convert {theirs} -o swap.yaml` makes a swap config of it"
+    ):
+        infinity.load_config(theirs)
+    assert main(["convert", str(theirs), "-o", str(ours)]) == 0
+    capsys.readouterr()
+    infinity.load_config(ours)

@@ -75,24 +75,27 @@ NAMES = {
     "load_config": "(source)",
     "load_pretrained": (
         "(path, config=None, *, dtype=torch.bfloat16, model_class=None, device=None, optimizer='adamw', "
-        "accumulation_steps=None, resume=False, from_checkpoint=False, defer=False, **kwargs)"
+        "accumulation_steps=None, tokens=None, resume=False, from_checkpoint=False, defer=False, **kwargs)"
     ),
     "no_sync": "(model)",
     "offload": (
-        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, source=None, faults=())"
+        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, tokens=None, source=None, "
+        "faults=())"
     ),
     "offload_from_checkpoint": (
-        "(model, directory, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, faults=())"
+        "(model, directory, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, tokens=None, "
+        "faults=())"
     ),
     "resume": (
-        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, step=None, folder=None, "
-        "faults=())"
+        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, tokens=None, step=None, "
+        "folder=None, faults=())"
     ),
     "save_pretrained": "(model, directory, *, max_shard_size='5GB')",
     "state_dict": "(model)",
     "statistics": "(model)",
     "synchronize": "(model)",
     "tile": "(module, tiles)",
+    "tile_tokens": "(module, tiles)",
     "trace": "(model, path)",
     "track": "(*objects, model=None, **named)",
     "use_chunked_loss": "(model, use=True)",
@@ -102,6 +105,7 @@ KEYS: dict[str, object] = {
     "optimizer": "auto",
     "gradients": "auto",
     "activations": "auto",
+    "recompute": "auto",
     "memory.device": None,
     "memory.host": None,
     "nvme.paths": [],
@@ -114,6 +118,7 @@ KEYS: dict[str, object] = {
     "update.tile": None,
     "update.threads": None,
     "ranks.gather": "auto",
+    "ranks.deadline_s": None,
     "overlap": "auto",
     "vertical": False,
     "commit_every": "auto",
@@ -121,6 +126,7 @@ KEYS: dict[str, object] = {
     "pins": 0,
     "master": "split16",
     "moments": "fp32",
+    "experts": "auto",
     "frozen": "auto",
 }
 OPTIONS = {
@@ -130,13 +136,13 @@ OPTIONS = {
         "--config --output --from-checkpoint --resume --keep-store --method --steps --epochs --batch-size "
         "--micro-batches --gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr "
         "--min-lr --beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm "
-        "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets "
+        "--seed --verify-output --lora --lora-alpha --lora-dropout --lora-targets --lora-experts "
         "--merge --freeze --frozen --save-every --save-limit --save-best --sample --sample-tokens --log-every --logger "
         "--verbose --trace --trace-steps"
     ),
     "infinity generate": (
-        "--model --revision --trust-remote-code --config --prompt --system --raw --max-tokens --temperature --top-p "
-        "--top-k --seed --dtype --frozen --threads --verbose"
+        "--model --revision --trust-remote-code --config --prompt --system --raw --max-tokens --temperature "
+        "--seed --dtype --frozen --verbose"
     ),
     "infinity checkpoint list": "directory --verbose",
     "infinity checkpoint verify": "directory --verbose --step",
@@ -146,13 +152,13 @@ OPTIONS = {
     "infinity checkpoint": "",
     "infinity plan": (
         "--model --config --set --swap-dir --revision --trust-remote-code --json --verbose --machine --cpu --ranks "
-        "--batch-size --sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen "
-        "--clips"
+        "--batch-size --sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora "
+        "--lora-experts --frozen --clips"
     ),
     "infinity doctor": "config --swap-dir --json --report",
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
-    "infinity-bench": "--version --path --size --engine --json --sustained --limit-s",
+    "infinity-bench": "--version --path --size --engine --json --sustained",
 }
 
 

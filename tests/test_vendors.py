@@ -12,7 +12,7 @@ import pytest
 import infinity
 
 ROOT = Path(infinity.__file__).parent
-SEAM = {"base/accelerator.py", "base/c_runtime.py"}
+SEAM = {"base/accelerator.py", "base/device_runtime.py"}
 _MODULES = ("cuda", "xpu", "hip", "mtia", "accelerator")
 _NAMED = re.compile(
     rf"torch\.(?:{'|'.join(_MODULES)})\b"  # also in a comment, or a string

@@ -18,7 +18,7 @@ from typing import Any
 
 from infinity import _native
 from infinity.base.accelerator import TorchAccelerator
-from infinity.cli.planning.adam import AdamBuffers, StateFormat, measure
+from infinity.plan.adam_rate import AdamBuffers, StateFormat, measure
 
 _ROUNDS = 15
 _FORMS = {

@@ -21,11 +21,11 @@ import torch
 import infinity
 from gpu.record import Options, Record, run
 from infinity import _native
+from infinity.base.machine_facts import processor
 from infinity.base.small_files import fields
 from infinity.cli.disk_kinds import kind_of
-from infinity.cli.machine_facts import processor
 from infinity.io.disks import disk_under
-from infinity.plan.device_memory import available_host_bytes, usable_cores
+from infinity.plan.machine_resources import available_host_bytes, usable_cores
 
 GIB = 1 << 30
 _TOUCH_BYTES = 32 * GIB

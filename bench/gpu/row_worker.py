@@ -6,6 +6,7 @@ The model is trained by torch with all states in device memory, by FSDP2 with it
 from __future__ import annotations
 
 import bisect
+import cProfile
 import dataclasses
 import os
 import time
@@ -22,7 +23,10 @@ import infinity
 from gpu.step_worker import MasterAdamW
 from infinity.coordinator import registry
 from infinity.io.events import take
+from infinity.state.training_step import BatchShape, StepFacts
 
+_BUSIEST = 30
+"""Number of functions in a profile of a step."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -32,7 +36,7 @@ class Rows(Contender):
 
     Attributes:
         rows: rows that are not measured yet: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: the plan's
-            choice).
+            choice), `profiled` (whether the main thread's functions are timed in a further step).
         begin: function that applies the settings of a row.
         pipeline: pipeline that runs the updates and whose tiles are traced.
         phases: begin and name (forward, backward) of each phase of the steps so far.
@@ -119,12 +123,19 @@ def _plain(
     return Rows(step, lambda: _synchronize(device), facts=facts, begin=now.update)
 
 
+def _step_of(job: Job) -> StepFacts:
+    """Return the largest step of the rows."""
+    count = max(row["micro_batches"] for row in job.options["rows"])
+    together = count if job.options["config"].get("vertical") else 1
+    return StepFacts(BatchShape(job.workload.batch, job.workload.tokens, together, count // together))
+
+
 def _infinity(job: Job, device: torch.device) -> Rows:
     work, batches = job.workload, _batches(job, device)
     with device:
         model = work.build_model()
     numel = sum(parameter.numel() for parameter in model.parameters())
-    model = infinity.offload(model, job.options["config"], device=device)
+    model = infinity.offload(model, job.options["config"], device=device, tokens=_step_of(job))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = infinity.AdamW(trained, lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay)
     speculation = registry.coordinator_of(model).speculation_choice
@@ -234,6 +245,20 @@ def _stolen_seconds() -> float:
         return int(file.readline().split()[8]) / _TICKS_PER_S
 
 
+def _busiest(contender: Contender) -> list[tuple[str, int, float, float]]:
+    """Return the functions in which the main thread spends most of a step: name, calls, seconds in the function itself,
+    and seconds with the functions that it calls."""
+    profile = cProfile.Profile()
+    profile.runcall(contender.step)
+    contender.settle()
+    rows = sorted(profile.getstats(), key=lambda row: -row.inlinetime)
+    names = [row.code if isinstance(row.code, str) else f"{row.code.co_filename}: {row.code.co_name}" for row in rows]
+    return [
+        (name[-70:], row.callcount, round(row.inlinetime, 4), round(row.totaltime, 4))
+        for name, row in zip(names[:_BUSIEST], rows, strict=False)
+    ]
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -279,6 +304,8 @@ def turn(contender: Contender) -> dict[str, Any]:
     if pipeline is not None:
         found["adam"] = _of_tiles(take(pipeline).events, steps, contender.phases)
         pipeline.trace(False)
+    if row.get("profiled"):
+        found["busiest"] = _busiest(contender)
     if options["device"] == "cuda":
         found["device_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     return found | {name: value for name, value in counters.items() if value}

@@ -1,5 +1,5 @@
 """Runner of the stages: it runs each stage as a process with a time limit, and collects measurements and a verdict.
-Standard library alone."""
+The module uses only the standard library."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of native threads that call the device's runtime.
 
-The runtime's functions are found. Weights are uploaded from the store in pieces. Gradients land with their sums of
-squares. All these operations keep their order while a kernel sleeps.
+The checks require that the runtime's functions are found, that weights are uploaded from the store in pieces, and that
+gradients land with their sums of squares. All these operations must keep their order while a kernel sleeps.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from torch import nn
 import infinity
 from gpu.cuda import DEVICE
 from infinity.coordinator import registry
+from infinity.device_update.arithmetic_check import check_of
+from infinity.device_update.compared_updates import StateDtypes
 
 _MIB = 1 << 20
 _WIDTH, _WIDE = 512, 4096
@@ -148,9 +150,10 @@ class Exact(nn.Module):
 def overlap_modes(steps: int = 4) -> dict[str, Any]:
     """Compare the weights after some steps with the CPU's, in every overlap mode, with and without clipping."""
     different, early = [], 0
-    for tier in ("host", "nvme"):
+    for tier in ("host", "nvme", "device"):
         for max_norm in (None, 1.0):
-            expected, _ = _exact_weights(tier, max_norm, "off", steps, device="cpu")
+            on_the_cpu = "host" if tier == "device" else tier
+            expected, _ = _exact_weights(on_the_cpu, max_norm, "off", steps, device="cpu")
             for overlap in ("auto", "during_backward", "before_forward", "off"):
                 found, begun = _exact_weights(tier, max_norm, overlap, steps, device=DEVICE)
                 early += begun
@@ -169,7 +172,7 @@ def _exact_weights(
             "weights": tier,
             "optimizer": tier,
             "overlap": overlap,
-            "memory": {"device": "1MiB", "host": "256MiB"},
+            "memory": {"device": "64MiB" if tier == "device" else "1MiB", "host": "256MiB"},
         }
         config |= {"nvme": {"paths": [swap]}, "commit_every": 0, "activations": "keep"}
         model = infinity.offload(Exact(), config, device=device)
@@ -188,6 +191,24 @@ def _exact_weights(
                 found |= {name: parameter.detach().cpu().clone() for name, parameter in unit.parameters.items()}
         infinity.close(model)
     return found, early
+
+
+def arithmetic() -> dict[str, Any]:
+    """Return the differences between the GPU's updates and the CPU's, by rule and by the dtypes of the states."""
+    check, different = check_of(torch.device(DEVICE)), {}
+    forms = [
+        StateDtypes(torch.bfloat16, "split16", torch.bfloat16),
+        StateDtypes(torch.bfloat16, "split16", torch.float32),
+        StateDtypes(torch.bfloat16, "fp32", torch.bfloat16),
+        StateDtypes(torch.float16, "fp32", torch.float16),
+        StateDtypes(torch.float32, "weight", torch.float32),
+    ]
+    for rule in ("adamw", "adam", "sgd", "lion", "adagrad"):
+        for form in forms:
+            difference = check.verdict(rule, form).difference
+            if difference is not None:
+                different[f"{rule}, {form}"] = difference
+    return {"other bits": different}
 
 
 def host_waits(steps: int = 3) -> dict[str, float]:

@@ -13,7 +13,7 @@ from gpu.cuda import DEVICE, milliseconds, pinned_arena
 from gpu.machine_facts import pcie
 from gpu.record import Options, Record, run
 from infinity import _native
-from infinity.plan.device_memory import usable_cores
+from infinity.plan.machine_resources import usable_cores
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 * _MIB)

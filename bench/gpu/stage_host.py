@@ -18,7 +18,7 @@ from infinity import _native
 from infinity.cli.bench.scratch import ScratchFile
 from infinity.cli.bench.workload import Kind, Workload, WorkloadRunner
 from infinity.io.disk_profile import DiskProfile, save_profile
-from infinity.plan.device_memory import usable_cores
+from infinity.plan.machine_resources import usable_cores
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _BLOCK_BYTES, _DEPTH = 1 * _MIB, 32

@@ -12,7 +12,7 @@ from gpu.cuda import DEVICE, accelerator
 from gpu.record import Options, Record, run
 from infinity import _native
 from infinity.io.arena import PinnedArena
-from infinity.plan.device_memory import available_host_bytes, usable_cores
+from infinity.plan.machine_resources import available_host_bytes, usable_cores
 
 GIB = 1 << 30
 _SIZES_GIB = (4, 16, 64)

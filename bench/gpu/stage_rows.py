@@ -28,6 +28,8 @@ from gpu.steps import LLAMA, model_flops
 B3 = replace(LLAMA, layers=28, hidden=3072, heads=24)
 B8 = replace(B3, layers=32, hidden=4096, intermediate=14336, heads=32, tied=False)
 _RAM = {"vertical": True, "weights": "host", "optimizer": "host", "activations": "recompute", "commit_every": 0}
+_AUTO = {"vertical": True, "activations": "recompute", "commit_every": 0}  # some units stay on the device
+_ONE = {"weights": "host", "optimizer": "host", "recompute": "blocks", "commit_every": 0}
 _NF4 = {"weights": "host", "frozen": "nf4", "activations": "recompute", "commit_every": 0}
 _LEAST_S = 25.0
 """Seconds that a model needs before its first row is measured."""
@@ -90,6 +92,41 @@ MODELS = (
         _RAM | {"moments": "int8"},
         "int8",
     ),
+    Model(
+        "8.0 B, some units on the device",
+        "infinity",
+        B8,
+        (
+            row("8,192 tokens, unclipped", clipped=False, warmups=8),
+            row("8,192 tokens, clipped", warmups=4),
+            row("32,768 tokens, clipped", 4, steps=2),
+        ),
+        _AUTO,
+        "split16",
+    ),
+    Model(
+        "3.2 B, some units on the device",
+        "infinity",
+        B3,
+        (
+            row("8,192 tokens, unclipped", clipped=False, warmups=8),
+            row("8,192 tokens, clipped", warmups=4, profiled=True),
+        ),
+        _AUTO,
+        "split16",
+    ),
+    *(
+        Model(
+            f"3.2 B, activations: {where}",
+            "infinity",
+            replace(B3, batch=1, tokens=32768),
+            (row("one sequence of 32,768 tokens, clipped", steps=2),),
+            _ONE | {"activations": where},
+            "split16",
+        )
+        for where in ("keep", "host")
+    ),
+    Model("8.0 B, LoRA in device memory", "torch", replace(B8, lora=16), (row("8,192 tokens, clipped"),), share=0.75),
     Model("8.0 B, LoRA on NF4", "infinity", replace(B8, lora=16), (row("8,192 tokens, clipped"),), _NF4, share=0.75),
 )
 

@@ -100,10 +100,17 @@ def _training(record: Record, options: Options) -> None:
     )
     record.measure(
         "updates during backward",
-        "weights and states are the CPU's in every overlap mode, with and without clipping; some updates are early",
+        "weights are the CPU's in every overlap mode in RAM, on NVMe and on the device; some updates are early",
         seam_training.overlap_modes,
         good=lambda found: not found["other bits"] and found["early updates"] > 0,
         least_s=8,
+    )
+    record.measure(
+        "arithmetic of updates on the device",
+        "every rule has the CPU's bits with every dtype of the states",
+        seam_training.arithmetic,
+        good=lambda found: not found["other bits"],
+        least_s=5,
     )
     record.measure(
         "what a step keeps the host for",

@@ -9,7 +9,7 @@ from typing import Any
 from gpu.record import Options, Record, run
 from gpu.sizes import LAYERS, choose
 from gpu.steps import CONTENDERS, LLAMA, Plan, run_contenders
-from infinity.plan.device_memory import available_host_bytes
+from infinity.plan.machine_resources import available_host_bytes
 
 _EXPECTED = {
     "torch": "compute 8.1e13 FLOP: 0.16-0.2 s",

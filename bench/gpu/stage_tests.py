@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from gpu.runner import ROOT
 _AGAIN_S = 15.0
 """Seconds that a single test needs, including the imports."""
 _ONE_TEST_S = 60
+_PROCESSES_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def stage(record: Record, options: Options) -> None:
     Settings: `arguments` of pytest; `root`, its working directory; `again_s`, seconds that a single test needs.
     """
     options.work.mkdir(parents=True, exist_ok=True)
-    arguments = options.settings.get("arguments", ["-m", "gpu", "tests/gpu"])
+    arguments = options.settings.get("arguments", ["-m", "gpu", "tests/gpu", *_together()])
     root = Path(options.settings.get("root", ROOT))
     found = run_tests(arguments, root, options.work, record.left_s - 2)
     counts = {outcome: len(found.named(outcome)) for outcome in ("passed", "failed", "skipped")}
@@ -64,6 +66,12 @@ def stage(record: Record, options: Options) -> None:
             continue
         alone = run_tests([test], root, options.work, record.left_s - 1, CUDA_LAUNCH_BLOCKING="1")
         record.measure(test, expected, lambda test=test, alone=alone: _both(found, test, alone), good=lambda _: False)
+
+
+def _together() -> list[str]:
+    """Return pytest's arguments for several processes if pytest-xdist is installed: a test waits for its compiler, for
+    the device and for the disk most of the time."""
+    return ["-n", str(min(os.cpu_count() or 1, _PROCESSES_MAX))] if importlib.util.find_spec("xdist") else []
 
 
 def run_tests(arguments: Sequence[str], root: Path, work: Path, limit_s: float, **environment: str) -> Results:

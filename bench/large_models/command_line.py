@@ -23,20 +23,31 @@ CHECKOUT = BENCH_DIR.parent
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a run of a large model, and the options for its result."""
     add = parser.add_argument
-    add("--limit", type=parse_bytes, default="6GB", help="of the control group (default 6GB)")
+    add("--limit", type=parse_bytes, default="6GB", help="memory limit of the control group (default 6GB)")
     add("--steps", type=int, default=5)
     add("--batch", type=int, default=1, help="sequences per step")
-    add("--tokens", type=int, default=256, help="per sequence")
-    add("--optimizer", choices=("nvme", "auto"), default="nvme", help="auto: states are cached in what memory is left")
+    add("--tokens", type=int, default=256, help="tokens per sequence")
+    add("--optimizer", choices=("nvme", "auto"), default="nvme", help="auto: RAM that has no other use caches states")
     add(
-        "--gradients", choices=("auto", "host"), default="auto", help="auto: to NVMe where memory.host cannot hold them"
+        "--gradients",
+        choices=("auto", "host"),
+        default="auto",
+        help="auto: gradients for which memory.host has no room go to NVMe",
     )
     add("--overlap", choices=("auto", "during_backward", "before_forward", "off"), default="auto")
     add("--lora", type=int, default=0, help="train adapters of this rank; the model is frozen")
-    add("--frozen", choices=("auto", "bf16", "int8", "nf4"), default="auto", help="how frozen weights rest")
-    add("--scratch", type=Path, default=CHECKOUT / "build" / "large-model", help="checkpoint, swap files and output")
-    add("--keep", action="store_true", help="leave the checkpoint there, and use one that was left")
-    add("--json", type=Path, help="write everything measured to this file")
+    add("--frozen", choices=("auto", "bf16", "int8", "nf4"), default="auto", help="form of the frozen weights")
+    add("--experts", type=int, default=0, help="experts of each layer, of which a token uses four; 0: a Llama")
+    add("--fp8", action="store_true", help="make the checkpoint in FP8; with --lora the frozen weights keep this form")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="fp32 where the processor only emulates bf16")
+    add(
+        "--scratch",
+        type=Path,
+        default=CHECKOUT / "build" / "large-model",
+        help="folder for checkpoint, swap files and output",
+    )
+    add("--keep", action="store_true", help="keep the checkpoint, and use a checkpoint that an earlier run kept")
+    add("--json", type=Path, help="write all measurements to this file")
 
 
 def training_of(options: argparse.Namespace, parameters: float, limit_bytes: int) -> Training:
@@ -51,6 +62,9 @@ def training_of(options: argparse.Namespace, parameters: float, limit_bytes: int
         options.overlap,
         options.lora,
         options.frozen,
+        options.experts,
+        options.dtype,
+        options.fp8,
     )
 
 

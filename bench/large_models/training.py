@@ -49,6 +49,9 @@ class Training:
         limit_bytes: memory limit of the control group.
         optimizer, gradients, overlap, frozen: options of the swap config; weights are on NVMe.
         lora: rank of the adapters that are trained; 0: no adapters, the model is trained.
+        experts: experts of each layer; 0: a Llama.
+        dtype: dtype of the weights, an option of `infinity finetune`.
+        fp8: whether the checkpoint is in FP8.
     """
 
     parameters: float
@@ -61,10 +64,13 @@ class Training:
     overlap: str
     lora: int = 0
     frozen: str = "auto"
+    experts: int = 0
+    dtype: str = "bf16"
+    fp8: bool = False
 
     @property
     def workload(self) -> Workload:
-        return shape_of(self.parameters, self.batch, self.tokens)
+        return shape_of(self.parameters, self.batch, self.tokens, self.experts)
 
 
 class TrainingError(RuntimeError):
@@ -85,7 +91,7 @@ def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
     usable = usable_bytes(limit_bytes)
     rows = work.batch * work.tokens
     activations = rows * (2 * work.layers * work.hidden + _LAYER_BYTES * work.hidden + _LOGITS_BYTES * work.vocabulary)
-    block = 2 * work.numel // work.layers
+    block = 0 if work.experts else 2 * work.numel // work.layers  # a few experts are small
     device = max(int(usable * _DEVICE_SHARE), _BLOCKS_ON_DEVICE * block, 2 * activations)
     if device > usable // 2:
         least = int((2 * device + INTERPRETER_BYTES) / _USABLE)
@@ -168,9 +174,11 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
         "batch-size": training.batch,
         "lr": 1e-3 if training.lora else 1e-4,
         "schedule": "constant",
-        **({"lora": training.lora, "lora-targets": "all-linear"} if training.lora else {}),
+        "dtype": training.dtype,
+        **({"lora": training.lora} if training.lora else {}),
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    given += ["--lora-experts"] if training.lora and training.experts else []
     return [sys.executable, "-m", "infinity.cli.main", "finetune", "--verbose", *given]
 
 
@@ -178,11 +186,12 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
 def _checkpoint(training: Training, scratch: Path, *, keep: bool) -> Iterator[Path]:
     """Provide the directory with the checkpoint and the text; a directory that an earlier run kept is reused."""
     work = training.workload
-    directory = scratch / f"input-{work.numel / 1e6:.0f}M"
+    form = f"{f'-{work.experts}-experts' if work.experts else ''}{'-fp8' if training.fp8 else ''}"
+    directory = scratch / f"input-{work.numel / 1e6:.0f}M{form}"
     _require_disk(training, scratch)
     if not directory.exists():
         print(f"making a checkpoint of {work.numel / 1e9:.2f} B parameters", flush=True)
-        make_checkpoint(work, directory)
+        make_checkpoint(work, directory, fp8=training.fp8)
     try:
         yield directory
     finally:

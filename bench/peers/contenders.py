@@ -95,7 +95,7 @@ class Setting:
         """Return the options of peers.worker_infinity, which are keys of the swap config."""
         memory: dict[str, int] = {} if host_budget is None else {"host": host_budget}
         if self.lean:
-            # fp32 gradients, half of which one micro-batch touches, and the weights if their home is RAM
+            # memory for gradients in fp32 (one micro-batch uses half of it), and for the weights if their home is RAM
             memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + _LEAN_BYTES
         if self.weights == "nvme":
             # Memory for a few blocks, so that weights are read from NVMe. Without a limit all weights would stay on the

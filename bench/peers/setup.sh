@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-peers in the checkout: DeepSpeed and what its operators are built with, and the peers of the codecs of frozen
-# weights. Only the benchmarks use it.
+# Makes .venv-peers in the checkout, with DeepSpeed, the tools that build DeepSpeed's operators, and the libraries that the
+# codecs of frozen weights are compared with. Only the benchmarks use this environment.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
@@ -9,6 +9,6 @@ sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
 .venv-peers/bin/pip install -q -c constraints.txt torch transformers psutil ninja setuptools wheel
 .venv-peers/bin/pip install -q deepspeed==0.19.8
 .venv-peers/bin/pip install -q -c constraints.txt bitsandbytes torchao==0.18.0
-# A build that was killed leaves its lock, and everybody after it waits for ever.
+# A killed build leaves its lock file, for which every later build would wait forever.
 find .venv-peers/torch_extensions -name lock -delete 2>/dev/null || true
 echo "peers are ready: .venv-peers"

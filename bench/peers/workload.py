@@ -22,10 +22,13 @@ class Workload:
         layers, hidden, intermediate, heads, vocabulary: the Llama model's shape.
         kv_heads: 0: as many as heads.
         tied: the embedding and the head share one weight.
+        experts: number of experts of a layer, each of which has the width `intermediate`; 0: a Llama, without experts.
+        chosen: number of experts that compute a token.
         batch, tokens: the shape of a synthetic batch; every step uses the same values.
         micro_batches: batches of a step, whose gradients are summed.
         dtype: torch's name for the dtype of the weights.
-        lora: rank of the adapters that are trained on a frozen model; 0: the model itself is trained.
+        lora: rank of the adapters of all linear layers and experts, which are trained on a frozen model; 0: the model
+            itself is trained.
         recompute: every contender recomputes activations in its backward, layer by layer.
         seed: seed of the weights and of the batch.
         lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping; None: gradients are not clipped.
@@ -44,6 +47,8 @@ class Workload:
     lora: int = 0
     kv_heads: int = 0
     tied: bool = False
+    experts: int = 0
+    chosen: int = 0
     seed: int = 1234
     lr: float = 1e-4
     beta1: float = 0.9
@@ -56,18 +61,27 @@ class Workload:
     def numel(self) -> int:
         """Number of parameters of the model, without the few parameters of the norms."""
         kv_share = (self.kv_heads or self.heads) / self.heads
-        per_layer = int((2 + 2 * kv_share) * self.hidden**2) + 3 * self.hidden * self.intermediate
+        expert = 3 * self.hidden * self.intermediate
+        per_layer = int((2 + 2 * kv_share) * self.hidden**2) + (self.experts or 1) * expert
         return self.layers * per_layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
     def betas(self) -> tuple[float, float]:
         return (self.beta1, self.beta2)
 
-    def llama_config(self) -> Any:
-        """Return the model's transformers.LlamaConfig."""
-        from transformers import LlamaConfig
+    def config(self) -> Any:
+        """Return the model's config of transformers: a LlamaConfig, or with experts a Qwen3MoeConfig."""
+        from transformers import LlamaConfig, Qwen3MoeConfig
 
-        return LlamaConfig(
+        mixture = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "moe_intermediate_size": self.intermediate,
+            "head_dim": self.hidden // self.heads,
+            "norm_topk_prob": True,
+        }
+        kind, more = (Qwen3MoeConfig, mixture) if self.experts else (LlamaConfig, {})
+        return kind(
             num_hidden_layers=self.layers,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -77,22 +91,25 @@ class Workload:
             max_position_embeddings=max(self.tokens, 256),
             tie_word_embeddings=self.tied,
             use_cache=False,
+            **more,
         )
 
     def build_model(self) -> nn.Module:
-        """Return a randomly initialised LlamaForCausalLM of this dtype in training mode; with adapters if `lora` is
-        set."""
+        """Return a randomly initialised model of this dtype in training mode; with adapters if `lora` is set."""
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(self.seed)
-        model = LlamaForCausalLM._from_config(self.llama_config(), dtype=getattr(torch, self.dtype)).train()
+        model = AutoModelForCausalLM.from_config(self.config(), dtype=getattr(torch, self.dtype)).train()
         if self.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+            targets: dict[str, Any] = {"target_modules": "all-linear"}
+            if self.experts:
+                targets["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+            model = get_peft_model(model, LoraConfig(r=self.lora, task_type="CAUSAL_LM", **targets))
             model.to(getattr(torch, self.dtype))
         return model
 

@@ -10,8 +10,8 @@ with the states on NVMe, and after each step the replay, which moves the step's 
 | adam, land      | processor: its `adam_s` and `gradient_s`                                                       |
 | checksums       | `adam_s` of a contender with overlap off, less processor's: the same update, from the store    |
 | disk            | all replays of the run: bytes per second; reads to writes as fio had it on this disk           |
-| threads of      | processor: the share of two cores that it got, against the share it gets on a quiet machine.   |
-| others          | With them, what runs alone would be faster by that, and what runs at once competes with them   |
+| threads of      | processor: its share of the two cores in this run, divided by its share on a quiet machine.    |
+| other programs  | The processor's rates are divided by this quotient, and these threads are added.               |
 
 Each round is predicted with the rates that were measured in this round. The result is the median over rounds of
 predicted / measured.

@@ -1,9 +1,9 @@
 """Simulated disks: one server for all disks, with the priority classes of csrc/aio.
 
 [Note: what a mix of reads and writes gets]
-Reads and writes of the same disk take turns: a disk that reads 3.23 GB/s and writes 4.40 GB/s gave fio 3.78 GB/s of
-half and half (bench/results/README.md), and taking turns gives 3.73. `mixed` is the share of this rate that a machine
-reaches.
+Reads and writes of the same disk take turns. A disk that reads 3.23 GB/s and writes 4.40 GB/s gave fio 3.78 GB/s for
+half reads and half writes (bench/results/README.md), and a model in which they take turns gives 3.73 GB/s. `mixed` is
+the share of this rate that a machine reaches.
 
 Requests of a higher class are served before requests of lower classes; within a class, requests are served in their
 order. A request that has begun is never interrupted, even by a more urgent request: the engine has up to 32 MiB in

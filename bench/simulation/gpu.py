@@ -101,7 +101,7 @@ class Gpu:
     nice = 0
 
     def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
-        self._clock, self._fluid, self._machine = clock, fluid, machine
+        self._clock, self._fluid, self.machine = clock, fluid, machine
         self.compute = Line(clock, fluid, _COMPUTED)
         self._memory = range(0)
 
@@ -149,7 +149,7 @@ class Gpu:
     def transfer(self, nbytes: int, on: Line, *, up: bool) -> None:
         """Run a copy of `nbytes` on a stream."""
         on.cause = _UPLOADED if up else _DOWNLOADED
-        name, rate = ("up", self._machine.up) if up else ("down", self._machine.down)
+        name, rate = ("up", self.machine.up) if up else ("down", self.machine.down)
         on.run(Activity(nbytes, rate, {name: 1.0, "link": 1.0, "dram": 1.0}, TRANSFER))
 
     def pin(self, address: int, nbytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from infinity.cli.planning import machines
-from infinity.cli.planning.rates import MachineRates
+from infinity.state.machine_rates import MachineRates
 
 _SOURCES = {
     "disk_mixed": "1: reads and writes take turns, as on the disk here (fio: 3.78 GB/s of both, 3.73 by turns)",

@@ -16,6 +16,7 @@ from unittest import mock
 from infinity import _native
 from infinity.state.unit import ParameterSpec
 from infinity.tiers.downloads import GradientBatch, GradientQueue
+from simulation import resident
 from simulation.clock import Clock, Future
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
@@ -221,6 +222,7 @@ def imitated() -> Iterator[None]:
         for name, own in _IMITATED.items():
             patches.enter_context(mock.patch.object(_native, name, own))
         patches.enter_context(mock.patch.object(GradientQueue, "pack", pack))
+        resident.imitate(patches)
         yield
 
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from infinity import _native
-from infinity.cli.planning.rates import ADAM_BYTES
 from infinity.plan.budgets import UpdateStaging
+from infinity.state.machine_rates import ADAM_BYTES
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid

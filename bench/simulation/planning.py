@@ -11,18 +11,18 @@ from infinity.config import SwapConfig
 from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
-from infinity.sizes import PAGE_BYTES
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from simulation.machine import SimulatedMachine
 from simulation.shapes import Task
 
 
-def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
+def plan_for(machine: SimulatedMachine, task: Task, *, clips: bool = False, **config: Any) -> Plan:
     """Return the plan.
 
     Args:
         machine: the simulated machine.
         task: the model and its batch.
+        clips: whether every step clips its gradients.
         config: keys of the swap config other than memory, paths and threads.
 
     Raises:
@@ -30,18 +30,19 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
         ValueError: the plan leaves too little device memory for activations.
     """
     host = config.pop("host", None) or int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)
-    device = config.pop("device", None) or _device_bytes(machine, task)
+    device = config.pop("device", None) or int(machine.device_bytes * DEVICE_SHARE)
     given = SwapConfig(
         memory={"host": host, "device": device},  # type: ignore[arg-type]
         nvme={"paths": [f"/simulated/{number}" for number in range(machine.disks)]},  # type: ignore[arg-type]
         update={"threads": int(machine.cores), "tile": config.pop("tile", None)},  # type: ignore[arg-type]
         commit_every=0,
+        recompute="blocks" if task.work.recompute else "none",
         **config,
     )
     kind = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
     plan = make_plan(
         task.units,
-        OffloadArguments(given, kind, accumulation_steps=1),
+        OffloadArguments(given, kind, accumulation_steps=1, step=task.step(machine, clips=clips)),
         can_recompute=True,
         sites=task.sites,
         disks=DiskLimits(machine.disk_bytes),
@@ -51,18 +52,8 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
     return plan
 
 
-def _device_bytes(machine: SimulatedMachine, task: Task) -> int:
-    """Return the memory.device that a user who knows the size of the activations would set.
-
-    The planner gives half of memory.device to weights and gradients, and more only if two modules need more.
-    """
-    usual = int(machine.device_bytes * DEVICE_SHARE)
-    half = (usual - task.activation_bytes) // PAGE_BYTES * PAGE_BYTES
-    return min(usual, max(2 * half, 1)) if machine.is_gpu else usual
-
-
 def _require_activations(machine: SimulatedMachine, task: Task, plan: Plan) -> None:
-    planned = plan.budgets.slot_bytes + plan.budgets.ring_bytes
+    planned = plan.budgets.slot_bytes + plan.budgets.ring_bytes + plan.budgets.resident_bytes
     room = machine.device_bytes * DEVICE_SHARE - planned
     if room < task.activation_bytes:
         raise ValueError(

@@ -8,17 +8,18 @@ from typing import Any
 
 from infinity.plan.plan import Plan
 from infinity.ranks.world import SingleProcessWorld
-from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
+from infinity.state.update_request import GroupUpdate, SegmentRequest
 from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import BackwardPasses
-from infinity.units.fetch_rules import LocalFetchRules
+from infinity.units.fetch_rules import SingleProcessFetchRules
 from infinity.units.fetcher import Fetcher
-from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
+from infinity.units.gradients import SingleProcessGradients, UnitGradients, groups_of
 from infinity.units.health import ModelHealth
 from infinity.units.pump import UpdatePump
-from infinity.units.shadows import ShadowMemory
+from infinity.units.resident_gradients import ResidentSums
 from infinity.units.speculation_choice import SpeculationChoice
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
@@ -133,9 +134,10 @@ class Rooms:
         self.resources = open_resources(plan, self.disk, pool, self.pipeline, self.gpu)
         sizes = [units[index].weight_bytes for index in sorted(plan.placement.weights.in_ram)]
         native: Any = self.pipeline
-        self.shadows = ShadowMemory(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
+        self.shadows = SpeculativeUpdateBuffers(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
         self.health = ModelHealth(SingleProcessWorld())
-        gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
+        sums = ResidentSums(None)  # without memory: the sums are imitated (resident.py)
+        gradients = [UnitGradients(unit, groups_of(unit, self.resources, sums)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = BackwardPasses([each.arrivals for each in gradients])
         self.update_queue = UpdateQueue(self.resources, self.shadows)
@@ -147,11 +149,16 @@ class Rooms:
         self.speculative_updates = SpeculativeUpdates(
             self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
-        self.gradients = LocalGradients(
+        self.gradients = SingleProcessGradients(
             gradients, self.resources.landing_window, self.speculative_updates.before_landing
         )
         self.fetcher = Fetcher(
-            self.units, self.resources, self.update_queue, timeline, open_slots(self.resources), LocalFetchRules()
+            self.units,
+            self.resources,
+            self.update_queue,
+            timeline,
+            open_slots(self.resources),
+            SingleProcessFetchRules(),
         )
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:

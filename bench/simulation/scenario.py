@@ -26,8 +26,7 @@ class Outcome:
     """Result of a scenario.
 
     Attributes:
-        refused: the reason why there is no plan (in this case the other fields are empty); '' if there
-            is a plan.
+        refused: the reason why there is no plan (in this case the other fields are empty); '' if there is a plan.
     """
 
     plan: Plan | None = None
@@ -49,7 +48,7 @@ def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batc
     if task.numel > _LARGE:
         config = {"tile": _LARGE_TILE} | config
     try:
-        plan = plan_for(machine, task, **config)
+        plan = plan_for(machine, task, clips=clipped, **config)
     except (InfinityError, ValueError) as error:
         return Outcome(refused=str(error))
     with native.imitated():
@@ -106,6 +105,8 @@ def _placed(plan: Plan) -> dict[str, Any]:
     return {
         "weights_in_ram": len(placement.weights.in_ram) / trained,
         "states_in_ram": len(placement.optimizer.in_ram) / trained,
+        "resident": len(placement.optimizer.resident) / trained,
+        "resident_bytes": budgets.resident_bytes,
         "gradients_in_ram": len(placement.gradients.in_ram) / trained,
         "slot_bytes": budgets.slot_bytes,
         "ring_bytes": budgets.ring_bytes,

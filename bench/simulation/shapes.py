@@ -10,6 +10,9 @@ from transformers import LlamaForCausalLM
 
 from infinity import _native
 from infinity.state.discover import HookedModule, discover
+from infinity.state.machine_rates import MachineRates
+from infinity.state.model_shape import ModelShape, shape_of
+from infinity.state.training_step import BatchShape, StepFacts, TrainingStep
 from infinity.state.unit import Unit
 
 SEQUENCE = 2048
@@ -29,15 +32,6 @@ SHAPES = {
 }  # fmt: skip
 """Shapes of Llama-3-8B, Qwen3-32B and Llama-3-70B, from their published configurations."""
 
-_LOGITS_BYTES = 1 << 30
-"""Memory of the chunked loss: 1,024 rows of 128 k words in fp32, and their gradients."""
-_BLOCK_WIDTHS = 8
-"""Number of activations of a block during recomputation that are as wide as the hidden state.
-
-These activations are the outputs of the norms, queries, attention and residuals; the outputs of the kv heads are
-smaller.
-"""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -46,7 +40,7 @@ class Task:
     Attributes:
         forward: FLOPs of each unit's forward, by index.
         backward: FLOPs of each unit's backward, including recomputation.
-        activation_bytes: bytes of device memory in addition to slots.
+        shape: the sizes of the model, for the planner.
     """
 
     work: Workload
@@ -54,11 +48,20 @@ class Task:
     sites: tuple[HookedModule, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    activation_bytes: int
+    shape: ModelShape
 
     @property
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of device memory in addition to slots."""
+        return self.step(None).work(recompute=self.work.recompute, vertical=False).peak_bytes
+
+    def step(self, rates: MachineRates | None, *, clips: bool = False) -> TrainingStep:
+        """Return what the planner knows about a step."""
+        return TrainingStep(self.shape, StepFacts(BatchShape(self.work.batch, self.work.tokens), rates, clips))
 
     @property
     def flops(self) -> float:
@@ -68,8 +71,9 @@ class Task:
 def task_of(work: Workload, moments: _native.MomentsName) -> Task:
     """Return the units into which infinity splits a model, which is on the meta device."""
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(work.llama_config(), dtype=getattr(torch, work.dtype))
+        model = LlamaForCausalLM._from_config(work.config(), dtype=getattr(torch, work.dtype))
     found = discover(model, moments)
+    shape = shape_of(model, work.batch, work.tokens)
     tokens = work.batch * work.tokens
     forward, backward = [], []
     for unit in found.units:
@@ -80,11 +84,4 @@ def task_of(work: Workload, moments: _native.MomentsName) -> Task:
         once = 0.0 if looked_up else 2.0 * unit.numel * tokens + attention
         forward.append(once)
         backward.append((3 if block and work.recompute else 2) * once)
-    return Task(work, found.units, found.sites, tuple(forward), tuple(backward), _activation_bytes(work))
-
-
-def _activation_bytes(work: Workload) -> int:
-    tokens = work.batch * work.tokens
-    inputs = 2 * work.layers * tokens * work.hidden
-    block = 2 * tokens * (_BLOCK_WIDTHS * work.hidden + 3 * work.intermediate)
-    return inputs + 2 * block + _LOGITS_BYTES  # for a block's activations and their gradients
+    return Task(work, found.units, found.sites, tuple(forward), tuple(backward), shape)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.plan.plan import Plan
+from infinity.units.resident_gradients import ResidentGradients
 from infinity.units.unit import OffloadedUnit
 from simulation.clock import Future
 from simulation.fluid import Activity
@@ -201,6 +202,10 @@ class Training:
         rooms.fetcher.hold(())
         rooms.fetcher.finish_fetches()
         rooms.resources.synchronize_uploads()
+        for unit in rooms.units:
+            for group in unit.gradients.groups.values():
+                if isinstance(group, ResidentGradients):
+                    group.sums.compute()
         requests = self._optimizer.requests(self._scale)
         wrong = rooms.speculative_updates.wrong(requests)
         rooms.fetcher.end_iteration()

@@ -6,29 +6,24 @@
 namespace infinity::bindings {
 namespace {
 
-WeightCodec codec_from(const std::string& name) {
-  return chosen<WeightCodec>("codec", name, {"nf4", "nf4_fp32", "int8", "int8_rows"});
-}
-
 py::dict weight_parts(const std::string& codec, std::uint64_t numel, std::uint64_t row_numel) {
-  const CodecLayout layout = codec_layout(codec_from(codec), numel, row_numel);
+  const WeightForm form = weight_form(codec);
+  const CodecLayout layout = codec_layout(form, numel, row_numel);
   py::dict result;
   const auto add = [&result](const char* name, const CodecPart& part) {
     result[name] = py::make_tuple(part.begin, part.nbytes);
   };
   add("codes", layout.codes);
   add("scales", layout.scales);
-  if (codec_from(codec) == WeightCodec::nf4) {
-    add("nested_scales", layout.nested_scales);
-    add("offset", layout.offset);
-  }
+  if (form.codec == WeightCodec::nf4 || form.codec == WeightCodec::nvfp4) add("nested_scales", layout.nested_scales);
+  if (form.codec == WeightCodec::nf4) add("offset", layout.offset);
   return result;
 }
 
 void encode(const py::object& from, const std::string& dtype, const std::string& codec_name, const py::object& codes,
             const py::object& scales, const PyPool& pool, const std::optional<std::string>& isa_name) {
   const DType type = dtype_from(dtype);
-  const WeightCodec codec = codec_from(codec_name);
+  const WeightCodec codec = weight_form(codec_name).codec;
   const Memory in = memory_of(from, 0, itemsize(type), false, "values");
   const std::size_t numel = numel_of(in, itemsize(type), "values");
   if (codec != WeightCodec::nf4_fp32 && codec != WeightCodec::int8) {
@@ -68,9 +63,9 @@ PyDecodePart make_part(const py::object& data, const std::string& codec, std::ui
                        const py::object& out, const std::string& dtype) {
   PyDecodePart result;
   DecodePart& part = result.part;
-  part.weight = {nullptr, codec_from(codec), numel, row_numel};
+  part.weight = {nullptr, weight_form(codec), numel, row_numel};
   part.dtype = dtype_from(dtype);
-  const CodecLayout layout = codec_layout(part.weight.codec, numel, row_numel);
+  const CodecLayout layout = codec_layout(part.weight.form, numel, row_numel);
   const std::size_t item = itemsize(part.dtype);
   result.data = memory_of(data, layout.nbytes, 4, false, "data");
   result.out = memory_of(out, numel * item, item, true, "out");
@@ -121,7 +116,7 @@ void bind_codec(py::module_& module) {
   module.def(
       "encoded_weight_bytes",
       [](const std::string& codec, std::uint64_t numel, std::uint64_t row_numel) {
-        return codec_layout(codec_from(codec), numel, row_numel).nbytes;
+        return codec_layout(weight_form(codec), numel, row_numel).nbytes;
       },
       py::arg("codec"), py::arg("numel"), py::arg("row_numel") = 0);
   module.def("encode_weights", &encode, py::arg("values"), py::arg("dtype"), py::arg("codec"), py::arg("codes"),

@@ -15,7 +15,6 @@ namespace {
 
 // Size in bytes from which the first values of a decoded weight have left a core's L2 before they are read.
 constexpr std::size_t kPastCachesBytes = std::size_t{2} << 20;
-constexpr std::size_t kGroupNumel = kNestedBlocks * kCodecBlockNumel;
 
 const CodecKernels& kernels_for(Isa isa) {
 #ifdef INFINITY_X86
@@ -26,72 +25,14 @@ const CodecKernels& kernels_for(Isa isa) {
   return baseline::kCodecKernels;  // on 64-bit ARM the baseline has NEON
 }
 
-template <class T>
-const T* part_at(const EncodedWeight& weight, const CodecPart& part) {
-  return reinterpret_cast<const T*>(weight.data + part.begin);
+std::size_t tasks_of(std::uint64_t numel, std::size_t task_numel = kCodecTaskNumel) {
+  return static_cast<std::size_t>((numel + task_numel - 1) / task_numel);
 }
 
-// Elements [begin, end) of a weight; `begin` is the start of a group of nested scales.
-struct Span {
-  std::size_t begin;
-  std::size_t end;
-  std::byte* out;  // output of the complete weight
-  DType dtype;
-  bool past_caches;
-
-  [[nodiscard]] DecodeOutput out_at(std::size_t element) const {
-    return {out + element * itemsize(dtype), dtype, past_caches};
-  }
-};
-
-void decode_nested(const EncodedWeight& weight, const CodecLayout& layout, const Span& span,
-                   const CodecKernels& kernels) {
-  const auto* const codes = part_at<std::uint8_t>(weight, layout.codes);
-  const auto* const scale_codes = part_at<std::uint8_t>(weight, layout.scales);
-  const auto* const nested = part_at<float>(weight, layout.nested_scales);
-  const float offset = *part_at<float>(weight, layout.offset);
-  alignas(64) float scales[kNestedBlocks];
-  for (std::size_t at = span.begin; at < span.end; at += kGroupNumel) {
-    const std::size_t numel = std::min(kGroupNumel, span.end - at);
-    const std::size_t blocks = (numel + kCodecBlockNumel - 1) / kCodecBlockNumel;
-    kernels.unnest(scale_codes + at / kCodecBlockNumel, nested[at / kGroupNumel], offset, scales, blocks);
-    kernels.decode_nf4(codes + at / 2, scales, span.out_at(at), numel);
-  }
-}
-
-void decode_rows(const EncodedWeight& weight, const CodecLayout& layout, const Span& span,
-                 const CodecKernels& kernels) {
-  const auto* const codes = part_at<std::int8_t>(weight, layout.codes);
-  const auto* const scales = part_at<float>(weight, layout.scales);
-  const auto row_numel = static_cast<std::size_t>(weight.row_numel);
-  for (std::size_t at = span.begin; at < span.end;) {
-    const std::size_t row = at / row_numel;
-    const std::size_t end = std::min((row + 1) * row_numel, span.end);
-    kernels.decode_row(codes + at, scales[row], span.out_at(at), end - at);
-    at = end;
-  }
-}
-
-void decode_span(const EncodedWeight& weight, const Span& span, const CodecKernels& kernels) {
-  const CodecLayout layout = codec_layout(weight.codec, weight.numel, weight.row_numel);
-  const std::size_t numel = span.end - span.begin;
-  const std::size_t block = span.begin / kCodecBlockNumel;
-  switch (weight.codec) {
-    case WeightCodec::nf4:
-      return decode_nested(weight, layout, span, kernels);
-    case WeightCodec::nf4_fp32:
-      return kernels.decode_nf4(part_at<std::uint8_t>(weight, layout.codes) + span.begin / 2,
-                                part_at<float>(weight, layout.scales) + block, span.out_at(span.begin), numel);
-    case WeightCodec::int8:
-      return kernels.decode_int8(part_at<std::int8_t>(weight, layout.codes) + span.begin,
-                                 part_at<std::uint16_t>(weight, layout.scales) + block, span.out_at(span.begin), numel);
-    case WeightCodec::int8_rows:
-      return decode_rows(weight, layout, span, kernels);
-  }
-}
-
-std::size_t tasks_of(std::uint64_t numel) {
-  return static_cast<std::size_t>((numel + kCodecTaskNumel - 1) / kCodecTaskNumel);
+// Number of elements of a task.
+std::size_t task_numel(const EncodedWeight& weight) {
+  const auto rows = static_cast<std::size_t>(weight.form.matrix_rows);
+  return rows == 0 ? kCodecTaskNumel : kTransposedColumns * rows;
 }
 
 void lower_to(std::atomic<std::uint64_t>& least, std::uint64_t value) {
@@ -127,14 +68,16 @@ void encode_weights(const void* values, DType dtype, std::uint64_t numel, Weight
   }
 }
 
-std::size_t decode_tasks(const EncodedWeight& weight) { return tasks_of(weight.numel); }
+std::size_t decode_tasks(const EncodedWeight& weight) { return tasks_of(weight.numel, task_numel(weight)); }
 
 void decode_task(const EncodedWeight& weight, std::size_t task, void* out, DType dtype, Isa isa) {
   const IeeeArithmetic ieee;
-  const std::size_t begin = task * kCodecTaskNumel;
-  const std::size_t end = begin + std::min<std::size_t>(kCodecTaskNumel, weight.numel - begin);
+  const std::size_t begin = task * task_numel(weight);
+  const std::size_t end = begin + std::min<std::size_t>(task_numel(weight), weight.numel - begin);
   const bool past_caches = weight.numel * itemsize(dtype) >= kPastCachesBytes;
-  decode_span(weight, {begin, end, static_cast<std::byte*>(out), dtype, past_caches}, kernels_for(isa));
+  const CodecLayout layout = codec_layout(weight.form, weight.numel, weight.row_numel);
+  const auto codec = static_cast<std::size_t>(weight.form.codec);
+  kernels_for(isa).decode[codec]({weight, layout, begin, end, {out, dtype, past_caches}});
 }
 
 void decode_weights(const EncodedWeight& weight, void* out, DType dtype, Isa isa, ThreadPool& pool) {

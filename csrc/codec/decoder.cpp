@@ -33,7 +33,7 @@ using Job = std::shared_ptr<DecodeJob>;
 void check(const DecodePart& part) {
   require(part.weight.numel == 0 || (part.weight.data != nullptr && part.out != nullptr),
           "a weight to decode needs its encoded form, and memory for its values");
-  static_cast<void>(codec_layout(part.weight.codec, part.weight.numel, part.weight.row_numel));
+  static_cast<void>(codec_layout(part.weight.form, part.weight.numel, part.weight.row_numel));
 }
 
 }  // namespace

@@ -41,15 +41,26 @@ void decode_blocks(const std::int8_t* codes, const DecodeOutput& output, std::si
   std::memcpy(out + whole * kCodecBlockNumel, values, rest * sizeof values[0]);
 }
 
-template <class To>
-void decode_int8(const std::int8_t* codes, const std::uint16_t* scales, const DecodeOutput& out, std::size_t numel) {
-  decode_blocks<To, false>(codes, out, numel, [=](std::size_t block) { return float_of_bf16(scales[block]); });
-}
+struct Int8 {
+  template <class To>
+  static void decode(const DecodeSpan& span) {
+    const auto* const codes = part_at<std::int8_t>(span, span.layout.codes) + span.begin;
+    const auto* const scales = part_at<std::uint16_t>(span, span.layout.scales) + span.begin / kCodecBlockNumel;
+    decode_blocks<To, false>(codes, out_at<To>(span, span.begin), span.end - span.begin,
+                             [=](std::size_t block) { return float_of_bf16(scales[block]); });
+  }
+};
 
-template <class To>
-void decode_row(const std::int8_t* codes, float scale, const DecodeOutput& out, std::size_t numel) {
-  decode_blocks<To, true>(codes, out, numel, [=](std::size_t) { return scale; });
-}
+struct Int8Rows {
+  template <class To>
+  static void decode(const DecodeSpan& span) {
+    const auto* const codes = part_at<std::int8_t>(span, span.layout.codes);
+    const auto* const scales = part_at<float>(span, span.layout.scales);
+    for_each_row(span, [&](std::size_t row, std::size_t, std::size_t at, std::size_t numel) {
+      decode_blocks<To, true>(codes + at, out_at<To>(span, at), numel, [=](std::size_t) { return scales[row]; });
+    });
+  }
+};
 
 // The smallest bf16 that is not below absmax / 127.
 inline std::uint16_t int8_scale(float absmax) {

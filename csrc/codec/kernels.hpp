@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/dtype.hpp"
+#include "codec/codec.hpp"
 
 namespace infinity {
 
@@ -16,16 +17,19 @@ struct DecodeOutput {
   bool past_caches;  // the values are not read soon: they may be stored without fetching the overwritten cache lines
 };
 
-// All functions process `numel` elements; the first element is the first of a block. `values` have the given dtype.
+// Elements [begin, end) of a weight, in the order of their codes; `begin` is a multiple of kCodecTaskNumel, or a whole
+// number of columns of a weight that is stored transposed.
+struct DecodeSpan {
+  const EncodedWeight& weight;
+  const CodecLayout& layout;
+  std::size_t begin;
+  std::size_t end;
+  DecodeOutput out;  // of the complete weight
+};
+
+// The encoders process `numel` elements of the given dtype; the first element is the first of a block.
 struct CodecKernels {
-  void (*decode_nf4)(const std::uint8_t* codes, const float* scales, const DecodeOutput& out, std::size_t numel);
-  // `scales` are bf16.
-  void (*decode_int8)(const std::int8_t* codes, const std::uint16_t* scales, const DecodeOutput& out,
-                      std::size_t numel);
-  // All elements belong to one row.
-  void (*decode_row)(const std::int8_t* codes, float scale, const DecodeOutput& out, std::size_t numel);
-  // scales = map[codes] · nested + offset
-  void (*unnest)(const std::uint8_t* codes, float nested, float offset, float* scales, std::size_t blocks);
+  void (*decode[kWeightCodecs])(const DecodeSpan& span);  // by WeightCodec
   // Both functions return the number of elements before the first element that is not finite; `numel` if all are
   // finite.
   std::size_t (*encode_nf4)(const void* values, DType dtype, std::size_t numel, std::uint8_t* codes, float* scales);

@@ -26,7 +26,7 @@ namespace {
 
 #include "base/simd.inl"
 
-// nf4.inl and int8.inl use simd.inl and numbers.inl.
+// The files of the codecs use simd.inl and numbers.inl.
 #include "codec/numbers.inl"
 
 // The next block of at most `left` values in fp32, padded with zeros if fewer values are left than a block has.
@@ -83,6 +83,38 @@ void write_blocks(T* out, std::size_t blocks, bool past_caches, const Decode& de
   for (std::size_t block = 0; block < blocks; ++block) decode(block, out + block * kCodecBlockNumel);
 }
 
+template <class T>
+const T* part_at(const DecodeSpan& span, const CodecPart& part) {
+  return reinterpret_cast<const T*>(span.weight.data + part.begin);
+}
+
+// The output from element `at` of the weight on.
+template <class To>
+DecodeOutput out_at(const DecodeSpan& span, std::size_t at) {
+  return {static_cast<typename To::type*>(span.out.data) + at, span.out.dtype, span.out.past_caches};
+}
+
+inline std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
+
+// Calls `decode(row, column, at, numel)` for the part of each row that is in the span; element `at` of the weight is
+// the first element of the part, in column `column`.
+template <class Decode>
+void for_each_row(const DecodeSpan& span, const Decode& decode) {
+  const auto row_numel = static_cast<std::size_t>(span.weight.row_numel);
+  for (std::size_t at = span.begin; at < span.end;) {
+    const std::size_t row = at / row_numel;
+    const std::size_t end = smaller((row + 1) * row_numel, span.end);
+    decode(row, at - row * row_numel, at, end - at);
+    at = end;
+  }
+}
+
+#include "codec/nibbles.inl"
+
+// The codecs.
+#include "codec/fp4.inl"
+#include "codec/fp8_block.inl"
+#include "codec/int4_group.inl"
 #include "codec/int8.inl"
 #include "codec/nf4.inl"
 
@@ -93,21 +125,9 @@ inline auto with(DType dtype, const Work& work) {
   return dtype == DType::bf16 ? work(Bf16{}) : work(Fp16{});
 }
 
-void any_decode_nf4(const std::uint8_t* codes, const float* scales, const DecodeOutput& out, std::size_t numel) {
-  with(out.dtype, [&](auto to) { decode_nf4<decltype(to)>(codes, scales, out, numel); });
-}
-
-void any_decode_int8(const std::int8_t* codes, const std::uint16_t* scales, const DecodeOutput& out,
-                     std::size_t numel) {
-  with(out.dtype, [&](auto to) { decode_int8<decltype(to)>(codes, scales, out, numel); });
-}
-
-void any_decode_row(const std::int8_t* codes, float scale, const DecodeOutput& out, std::size_t numel) {
-  with(out.dtype, [&](auto to) { decode_row<decltype(to)>(codes, scale, out, numel); });
-}
-
-void unnest(const std::uint8_t* codes, float nested, float offset, float* scales, std::size_t blocks) {
-  for (std::size_t i = 0; i < blocks; ++i) scales[i] = kDynamicMap.values[codes[i]] * nested + offset;
+template <class Codec>
+void decode(const DecodeSpan& span) {
+  with(span.out.dtype, [&](auto to) { Codec::template decode<decltype(to)>(span); });
 }
 
 std::size_t any_encode_nf4(const void* values, DType dtype, std::size_t numel, std::uint8_t* codes, float* scales) {
@@ -121,7 +141,10 @@ std::size_t any_encode_int8(const void* values, DType dtype, std::size_t numel, 
 
 }  // namespace
 
-extern const CodecKernels kCodecKernels = {any_decode_nf4, any_decode_int8, any_decode_row,
-                                           unnest,         any_encode_nf4,  any_encode_int8};
+// The decoders are in the order of WeightCodec.
+extern const CodecKernels kCodecKernels = {{decode<Nf4>, decode<Nf4Fp32>, decode<Int8>, decode<Int8Rows>,
+                                            decode<Fp8Block>, decode<Mxfp4>, decode<Nvfp4>, decode<Int4Group>},
+                                           any_encode_nf4,
+                                           any_encode_int8};
 
 }  // namespace infinity::INFINITY_ISA_NAMESPACE

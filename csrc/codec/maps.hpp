@@ -81,4 +81,19 @@ static constexpr FloatMap<256> dynamic_map() {
 }
 static constexpr FloatMap<256> kDynamicMap = dynamic_map();
 
+// Values of the 256 codes of e4m3 without infinities (OCP FP8, arXiv 2209.05433, table 1), in the order of the codes.
+static constexpr FloatMap<256> e4m3_map() {
+  FloatMap<256> map{};
+  for (int code = 0; code < 128; ++code) {
+    const int exponent = code / 8;
+    float value = static_cast<float>(exponent == 0 ? code % 8 : 8 + code % 8) * 0x1p-9f;
+    for (int i = 1; i < exponent; ++i) value *= 2.0f;
+    if (code == 0x7f) value = __builtin_nanf("");
+    map.values[code] = value;
+    map.values[code + 128] = -value;
+  }
+  return map;
+}
+static constexpr FloatMap<256> kE4m3Map = e4m3_map();
+
 }  // namespace infinity

@@ -118,7 +118,7 @@ void decode_nf4_block(const std::uint8_t* codes, float scale, typename To::type*
 }
 
 template <class To>
-void decode_nf4(const std::uint8_t* codes, const float* scales, const DecodeOutput& output, std::size_t numel) {
+void decode_nf4_blocks(const std::uint8_t* codes, const float* scales, const DecodeOutput& output, std::size_t numel) {
   using T = typename To::type;
   auto* const out = static_cast<T*>(output.data);
   const std::size_t whole = numel / kCodecBlockNumel;
@@ -135,6 +135,37 @@ void decode_nf4(const std::uint8_t* codes, const float* scales, const DecodeOutp
   decode_nf4_block<To>(last, scales[whole], values);
   std::memcpy(out + whole * kCodecBlockNumel, values, rest * sizeof values[0]);
 }
+
+struct Nf4Fp32 {
+  template <class To>
+  static void decode(const DecodeSpan& span) {
+    decode_nf4_blocks<To>(part_at<std::uint8_t>(span, span.layout.codes) + span.begin / 2,
+                          part_at<float>(span, span.layout.scales) + span.begin / kCodecBlockNumel,
+                          out_at<To>(span, span.begin), span.end - span.begin);
+  }
+};
+
+// scale = map[code] · nested + offset
+struct Nf4 {
+  template <class To>
+  static void decode(const DecodeSpan& span) {
+    constexpr std::size_t kGroupNumel = kNestedBlocks * kCodecBlockNumel;
+    const auto* const codes = part_at<std::uint8_t>(span, span.layout.codes);
+    const auto* const scale_codes = part_at<std::uint8_t>(span, span.layout.scales);
+    const auto* const nested = part_at<float>(span, span.layout.nested_scales);
+    const float offset = *part_at<float>(span, span.layout.offset);
+    alignas(64) float scales[kNestedBlocks];
+    for (std::size_t at = span.begin; at < span.end; at += kGroupNumel) {
+      const std::size_t numel = smaller(kGroupNumel, span.end - at);
+      const std::size_t blocks = (numel + kCodecBlockNumel - 1) / kCodecBlockNumel;
+      const float factor = nested[at / kGroupNumel];
+      for (std::size_t i = 0; i < blocks; ++i) {
+        scales[i] = kDynamicMap.values[scale_codes[at / kCodecBlockNumel + i]] * factor + offset;
+      }
+      decode_nf4_blocks<To>(codes + at / 2, scales, out_at<To>(span, at), numel);
+    }
+  }
+};
 
 // The code of each value, which is the number of bounds below the value.
 inline Ints nf4_codes(Floats values) {

@@ -24,6 +24,18 @@ using Shorts = std::uint16_t __attribute__((vector_size(kLanes * 2)));
 
 inline bool is_finite(float value) { return (infinity::bits_of(value) & 0x7fffffffu) < 0x7f800000u; }
 
+// The number of an e8m0 code, a power of two or NaN.
+inline float e8m0_scale(std::uint8_t exponent) {
+  if (exponent == 0) return 0x1p-127f;
+  return infinity::float_of(exponent == 255 ? 0x7fc00000u : static_cast<std::uint32_t>(exponent) << 23);
+}
+
+inline float load_scale(const std::byte* scales, std::size_t index, ScaleType type) {
+  if (type == ScaleType::fp32) return load<float>(scales + 4 * index);
+  if (type == ScaleType::bf16) return float_of_bf16(load<std::uint16_t>(scales + 2 * index));
+  return e8m0_scale(load<std::uint8_t>(scales + index));
+}
+
 inline Floats load_wide(const float* from) { return load<Floats>(from); }
 
 inline Floats load_wide(const std::uint16_t* from) {

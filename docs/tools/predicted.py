@@ -18,7 +18,7 @@ import torch
 
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
-from infinity.cli.planning.model import BatchShape, adapt, build
+from infinity.cli.planning.model import adapt, build
 from infinity.cli.planning.plan_report import duration
 from infinity.cli.planning.public_models import PRESETS
 from infinity.cli.planning.scenario import PlanScenario
@@ -27,6 +27,7 @@ from infinity.errors import PlanError
 from infinity.integrations.checkpoint_folders import pins_for
 from infinity.plan.disk import DiskLimits
 from infinity.sizes import format_bytes
+from infinity.state.training_step import BatchShape
 
 PAGE = Path(__file__).parents[1] / "reference" / "predicted.md"
 GENERATED = "<!-- Written by docs/tools/predicted.py. Change the code it reads, then run `make docs`. -->\n\n"
@@ -52,11 +53,17 @@ bound, a step with more tokens takes hardly longer (`--micro-batches`).
 """
 
 README = Path(__file__).parents[2] / "README.md"
-MEASURED = Path(__file__).parents[2] / "bench" / "results" / "2026-11-26-gpu-h200.json"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+MEASURED = ("2026-11-27-gpu-h200-resident.json", "2026-11-27-gpu-h200.json")
+"""Files of measurements, the newest first."""
 TABLE = re.compile(r"(<!-- Written by docs/tools/predicted.py. -->\n)(.*?)(\n\n)", re.DOTALL)
 IN_README = {
-    "8 B, all parameters": ("llama-3-8b", {}, ""),
-    "8 B, all parameters, 8-bit moments": ("llama-3-8b", {"moments": "int8"}, "8.0 B, int8, 8,192 tokens, unclipped"),
+    "8 B, all parameters": ("llama-3-8b", {}, "8.0 B, some units on the device, 8,192 tokens, unclipped"),
+    "8 B, all parameters, 8-bit moments": (
+        "llama-3-8b",
+        {"moments": "int8"},
+        "8.0 B, int8, 8,192 tokens, unclipped, during backward",
+    ),
     "8 B, LoRA on a base in 4 bits": (
         "llama-3-8b",
         {"frozen": "nf4"},
@@ -65,7 +72,7 @@ IN_README = {
     "32 B, all parameters, 8-bit moments": ("qwen3-32b", {"moments": "int8"}, ""),
     "70 B, LoRA on a base in 4 bits": ("llama-3-70b", {"frozen": "nf4"}, ""),
 }
-"""Preset, form, and name of the row in the file of measurements, by the row's title."""
+"""Preset, form, and name of the row in the files of measurements, by the row's title."""
 
 RECIPES_PAGE = Path(__file__).parents[1] / "recipes.md"
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
@@ -100,7 +107,7 @@ def of_config(preset: str, name: str, config: SwapConfig, batch: BatchShape) -> 
     machine, model = MACHINES[name], build(preset, torch.bfloat16)
     ranks = machine.gpus
     if config.frozen != "auto":
-        adapt(model, 16)
+        adapt(model, 16, experts=False)
         ranks = 1  # several ranks do not support encoded weights yet
     return PlanScenario(
         model=model,
@@ -125,7 +132,7 @@ def cell(preset: str, name: str, form: dict[str, str], *, bound: bool = True) ->
         return f"does not fit ({'memory.host' if what.startswith(('memory.host', 'the plan')) else 'memory.device'})"
     if not found.activations_fit:
         return "does not fit (activations)"
-    written = given.ranks * found.prediction.moved.written_bytes / 1e9
+    written = given.ranks * found.written_bytes / 1e9
     alone = " (one GPU)" if given.ranks < MACHINES[name].gpus else ""
     by = f", {found.prediction.bound}" if bound else ""
     return f"{duration(found.prediction.seconds)}{by}, {written:,.2f} TB{alone}"
@@ -153,16 +160,19 @@ def readme_row(title: str) -> str:
 
 
 def measured(row: str) -> str:
-    """Return the seconds of a step in every run that has the row."""
-    runs = json.loads(MEASURED.read_text())["runs"]
-    found = [run["rows"]["measured"][row]["seconds"] for run in runs if row in run["rows"]["measured"]]
-    return " and ".join(f"{seconds:.2f} s" for seconds in found) or "not measured"
+    """Return the seconds of a step in the newest run that has the row."""
+    for name in MEASURED:
+        for run in reversed(json.loads((RESULTS / name).read_text())["runs"]):
+            rows = run.get("rows", {}).get("measured", {})
+            if row in rows:
+                return f"{rows[row]['seconds']:.2f} s"
+    return "not measured"
 
 
 def readme_table() -> str:
     head = (
-        "| model and job | 24 GB GPU, 64 GB RAM, one SSD: predicted | H200, 128 GB RAM, one SSD: predicted | the same, "
-        "all in RAM: measured |\n|---|---|---|---|"
+        "| model and job | 24 GB GPU, 64 GB RAM, one SSD: predicted | H200, 128 GB RAM, one SSD: predicted | the same: "
+        "measured |\n|---|---|---|---|"
     )
     return "\n".join([head, *map(readme_row, IN_README)])
 
@@ -182,7 +192,7 @@ def recipe_row(name: str) -> str:
         name,
         f"{batch.tokens * batch.count:,}",
         duration(found.prediction.seconds),
-        f"{found.prediction.moved.written_bytes / 1e9:,.2f} TB",
+        f"{found.written_bytes / 1e9:,.2f} TB",
         format_bytes(device),
         format_bytes(found.plan.host_bytes),
         format_bytes(found.plan.layout.swap.nbytes),

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator
 
 import infinity.config
 from infinity import InfinityConfig, hf
-from infinity.cli import arguments
+from infinity.cli import subcommands
 from infinity.cli.bench import main as bench
 from infinity.config import SwapConfig, load_config
 from infinity.errors import NotAvailableError
@@ -192,7 +192,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
             for name, each in action.choices.items():
                 yield from walk(f"{line} {name}", each, helps.get(name, ""))
 
-    yield from walk("infinity", arguments.build_parser(), "")
+    yield from walk("infinity", subcommands.build_parser(), "")
     yield "infinity-bench", bench.build_parser(), ""
 
 

@@ -14,7 +14,7 @@ output_dir = os.environ["OUTPUT"]
 
 
 def reward_unique_letters(completions, completion_ids, **kwargs):
-    """Return the share of a completion's characters that are letters, plus 0.1 for each different one."""
+    """Return the share of a completion's characters that are letters, plus 0.1 for each different character."""
     with open(os.path.join(output_dir, "completions.jsonl"), "a") as file:
         file.writelines(json.dumps(list(ids)) + "\n" for ids in completion_ids)
     texts = [completion[0]["content"] for completion in completions]

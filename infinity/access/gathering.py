@@ -5,7 +5,7 @@ A gathered parameter has its values in a copy outside of the unit's slot. So the
 usual. A model larger than the planned memory for weights can be gathered if the machine has enough memory for the
 copies. Changes of a copy are written to the states only if the caller passed write=True. Only parameters whose bits
 changed are written. The master of each changed weight is set to exactly the new weight. If the script restores old
-weights before the next step, their old masters are restored, too (coordinator/written_masters.py). Moments do not
+weights before the next step, their old masters are restored, too (coordinator/masters_before_write.py). Moments do not
 change. The new values are written to places in the store that no generation uses (tiers/destination.py). So existing
 generations stay complete, and the next commit includes the new values.
 
@@ -26,7 +26,7 @@ from infinity.access.lent_gradients import GatheredGradients
 from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError, ModelError, PlanError
-from infinity.plan.device_memory import available_device_bytes
+from infinity.plan.machine_resources import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.values import sum_of_bits

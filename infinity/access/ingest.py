@@ -20,7 +20,7 @@ from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
-from infinity.sharded.parts_opening import open_broadcast
+from infinity.sharded.rank_dependent_parts import open_broadcast
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.frozen_codecs import encoded_form
@@ -56,6 +56,7 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         for unit in coordinator.units:
             _ingest_unit(coordinator, unit, broadcast.values_of(unit, source, in_memory), writes)
             unit.adopt(coordinator.torch_device)
+            coordinator.heap.check()  # reading and encoding leave holes
     broadcast.say()
 
 
@@ -121,23 +122,25 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
     weights = unit.weights_home
     if not weights.nbytes:
         return  # this rank has no part of the unit
-    if weights.lease is not None:
-        _fill(coordinator, unit, weights.lease, source)
+    if weights.groups[0].in_memory:
+        _fill(coordinator, unit, weights.groups, source)
         return
     lease = writes.lease(weights.nbytes, f"loading unit '{unit.name}'")
+    filled = [StateHome(lease, home.start, home.nbytes, None) for home in weights.groups]
     try:
-        _fill(coordinator, unit, lease, source)
+        _fill(coordinator, unit, filled, source)
     except BaseException:
         lease.release()
         raise
-    stored = [home for home in weights.groups if home.nbytes]
-    writes.start(lease, [partial(coordinator.write_home, home, lease.view(home.start, home.nbytes)) for home in stored])
+    stored = [(home, each.view()) for home, each in zip(weights.groups, filled, strict=True) if home.nbytes]
+    writes.start(lease, [partial(coordinator.write_home, home, view) for home, view in stored])
 
 
-def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
+def _fill(coordinator: Coordinator, unit: OffloadedUnit, homes: Sequence[StateHome], source: Source | None) -> None:
+    """Write the weights of a unit to homes in memory, one for each group, and the residuals to their own homes."""
     for index, group in enumerate(unit.full.groups):
         if group.codec is not None:
-            _fill_encoded(coordinator, unit, index, lease, source)
+            _fill_encoded(coordinator, unit, index, homes[index], source)
             continue
         for spec in group.specs:
             piece = unit.shard.piece(spec, index)
@@ -147,31 +150,26 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
             if piece is None:
                 continue
             begin = piece.index - spec.index
-            start, end = unit.local.groups[index].byte_range(piece)
-            mine = value[begin : begin + piece.numel]
-            _place(coordinator, unit, index, piece, mine, lease.view(start, end - start))
+            _place(coordinator, unit, index, piece, value[begin : begin + piece.numel], homes[index])
 
 
 def _fill_encoded(
-    coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
+    coordinator: Coordinator, unit: OffloadedUnit, index: int, home: StateHome, source: Source | None
 ) -> None:
     """Fill the home of an encoded group. Values that the file has in the group's codec are copied; others are
     encoded."""
-    group, home = unit.full.groups[index], unit.weights_home.groups[index]
+    group = unit.full.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
     for name, (begin, end) in group.encoded.items():
-        into = lease.view(home.start + begin, end - begin)
+        into = home.view()[begin:end]
         known = encoded_form(unit.parameters[name])
         if known is not None and known.codec == group.codec:
             torch.frombuffer(into, dtype=torch.uint8).copy_(known.read())
             continue
         _, spec = unit.full.find(name)
-        value = _value_of(unit, spec, source)
-        if value.dtype != group.dtype:  # so that the encoded bits equal the bits of a model in this dtype
-            rounded = torch.empty(value.numel(), dtype=group.dtype)
-            _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
-            value = rounded
+        # It is rounded first, so that the encoded bits equal the bits of a model in this dtype.
+        value = _rounded(_value_of(unit, spec, source), group.dtype)
         if value.numel():
             coordinator.encode(name, value, group.codec, into)
 
@@ -195,26 +193,30 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
 
 
 def _place(
-    coordinator: Coordinator,
-    unit: OffloadedUnit,
-    index: int,
-    spec: ParameterSpec,
-    value: torch.Tensor,
-    weight: memoryview,
+    coordinator: Coordinator, unit: OffloadedUnit, index: int, spec: ParameterSpec, value: torch.Tensor, home: StateHome
 ) -> None:
     """Write the weight of one parameter, and its residual if the source has more bits than the weight."""
     group = unit.local.groups[index]
     states = unit.states_of(index)
-    if value.dtype == group.dtype:
-        torch.frombuffer(weight, dtype=group.dtype).copy_(value)
-    else:
-        _native.round_weights(_bytes(value.float()), weight, native_name(group.dtype))
-    if states is None or states.residual is None or (states.master == "split16" and value.dtype == torch.bfloat16):
-        return
-    itemsize = residual_itemsize(states.master)
+    residual = None if states is None else states.residual
     for begin in range(0, spec.numel, _CHUNK_NUMEL):
-        rest = residual_of(value[begin : begin + _CHUNK_NUMEL], states.master)
-        coordinator.write_parts(states.residual, {(spec.offset + begin) * itemsize: rest})
+        part = value[begin : begin + _CHUNK_NUMEL]
+        home.write((spec.offset + begin) * group.dtype.itemsize, _rounded(part, group.dtype).view(torch.uint8))
+        if states is None or residual is None or (states.master == "split16" and value.dtype == torch.bfloat16):
+            continue
+        at = (spec.offset + begin) * residual_itemsize(states.master)
+        coordinator.write_parts(residual, {at: residual_of(part, states.master)})
+
+
+def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in the dtype of their weights."""
+    if value.dtype == dtype:
+        return value
+    if dtype == torch.float32:
+        return value.float()
+    rounded = torch.empty(value.numel(), dtype=dtype, device="cpu")
+    _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(dtype))
+    return rounded
 
 
 def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
@@ -307,19 +309,17 @@ def _fill_moment(
     given: Sequence[_PieceWithMoment],
 ) -> None:
     nbytes = round_up(_native.moment_bytes(group.moments, min(_MOMENTS_NUMEL, group.numel)), PAGE_BYTES)
-    memory = None if home.in_memory else _native.Arena(nbytes, huge_pages=False)
+    memory = _native.Arena(nbytes, huge_pages=False)
     for begin in range(0, group.numel, _MOMENTS_NUMEL):
         numel = min(_MOMENTS_NUMEL, group.numel - begin)
         values = _assemble(given, begin, numel, with_scales=group.moments == "int8")
         at, end = (_native.moment_bytes(group.moments, count) for count in (begin, begin + numel))
-        if memory is None:
-            target = home.view()[at:end]
-            home.mark_changed()
-        else:
-            target = memory.view(0, round_up(end - at, PAGE_BYTES))[: end - at]
+        whole = memory.view(0, round_up(end - at, PAGE_BYTES))
+        target = whole[: end - at]
         _native.encode_moments(values.numpy(), group.moments, is_signed=state == "exp_avg", data=target)
-        if memory is not None:
-            whole = memory.view(0, round_up(end - at, PAGE_BYTES))
+        if home.in_memory:
+            coordinator.write_parts(home, {at: torch.frombuffer(target, dtype=torch.uint8)})
+        else:
             wait_all([coordinator.write_home(home, whole, at=at, io_class="states")])
 
 

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,21 +15,29 @@ from infinity.access.ingest import ingest
 from infinity.config import PINS_MAX
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import CoordinatedOptimizer, Coordinator
-from infinity.durable import buffers
+from infinity.device_update.arithmetic_check import why_not_there
+from infinity.device_update.compared_updates import StateDtypes
+from infinity.durable import module_buffers
 from infinity.durable.commits import Commits
-from infinity.durable.description import describe
-from infinity.durable.optimizers import ModelOptimizers
+from infinity.durable.model_description import describe
+from infinity.durable.registered_optimizers import RegisteredOptimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
 from infinity.plan.commit_frequency import CommitFrequency
+from infinity.plan.fastest_plan import needs_rates
+from infinity.plan.local_rates import rates_for
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.ranks.paths import rank_path
-from infinity.sharded.parts_opening import open_maker
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
+from infinity.sharded.rank_dependent_parts import open_maker
 from infinity.state.discover import DiscoveredUnits, discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.dtypes import master_format
+from infinity.state.machine_rates import MachineRates
+from infinity.state.model_shape import shape_of
+from infinity.state.offload_arguments import OffloadArguments
+from infinity.state.training_step import TrainingStep
 from infinity.state.values import Source
 from infinity.tiers.resources import ModelResources
 
@@ -93,7 +102,7 @@ def _open(
         group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
-    record, read_buffers = describe(model, found, config.master), buffers.reader(model)
+    record, read_buffers = describe(model, found, config.master), module_buffers.reader(model)
     if resumes:
         agreement.require_resumable(config.nvme)
     else:
@@ -103,7 +112,7 @@ def _open(
         plan, nvme, terms.device, terms.faults, resume=resumes, world=agreement.world, run=agreement.run
     )
     try:
-        optimizers = ModelOptimizers[CoordinatedOptimizer]()
+        optimizers = RegisteredOptimizers[CoordinatedOptimizer]()
         maker = open_maker(resources.world, resources.generations)
         commits = Commits(resources, optimizers, maker, record, read_buffers)
         coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
@@ -133,14 +142,40 @@ def plan_for(
     Raises:
         PlanError: a budget is too small.
     """
+    facts, step = terms.facts, terms.step
+    if facts is not None and terms.device.type != "cpu":  # in RAM, activations do not count for memory.device
+        several = peers.slice_count > 0  # several ranks have no plans to compare
+        if facts.rates is None and not several and needs_rates(terms.config):
+            facts = replace(facts, rates=_rates(model, terms, facts.batch.tokens))
+        step = TrainingStep(shape_of(model, facts.batch.sequences, facts.batch.length), facts)
     return make_plan(
         found.units,
-        terms,
+        replace(terms, refusal=partial(_why_not_on_device, found, terms), step=step),
         can_recompute=bool(getattr(model, "supports_gradient_checkpointing", False)),
         sites=found.sites,
         peers=peers,
         commits=commits,
     )
+
+
+def _rates(model: nn.Module, terms: OffloadArguments, tokens: int) -> MachineRates | None:
+    """Return the rates of this machine; None if the device has no memory for the measurement."""
+    try:
+        return rates_for(model, terms.config, terms.device, tokens)
+    except torch.OutOfMemoryError as error:
+        logger.info("the plan does not know the rates of this machine: %s", error)
+        return None
+
+
+def _why_not_on_device(found: DiscoveredUnits, terms: OffloadArguments) -> str:
+    """Return why the device cannot update the units; "" if it can."""
+    groups = [group for unit in found.units for group in unit.trainable_groups]
+    forms = {
+        StateDtypes(group.dtype, master_format(group.dtype, terms.config.master), dtype)
+        for group in groups
+        for dtype in (group.dtype, torch.float32)
+    }
+    return why_not_there(terms.device, terms.optimizer, forms)
 
 
 def pins_in_store(model: nn.Module, terms: OffloadArguments) -> int:
@@ -158,7 +193,7 @@ def pins_in_store(model: nn.Module, terms: OffloadArguments) -> int:
     config = terms.config
     if not config.commit_every or not config.nvme.paths:
         return config.pins
-    with meeting(config.nvme.deadline_s) as tell:
+    with meeting(config.ranks_deadline_s) as tell:
         found = discover(model, config.moments, config.frozen)
         without = replace(terms, config=config.model_copy(update={"pins": 0}), resumes=True)
         peers = local_peers()

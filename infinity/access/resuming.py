@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import buffers, rng
-from infinity.durable.records import GenerationBody, parse_body
+from infinity.durable import module_buffers, rng
+from infinity.durable.generation_body import GenerationBody, parse_body
 from infinity.errors import ResumeError
 from infinity.io.generation_scan import EligibleGenerations
 from infinity.io.manifest import Manifest
@@ -25,7 +25,7 @@ def from_generation(model: nn.Module, step: int | None, digest: str | None = Non
     """
 
     def fill(coordinator: Coordinator) -> None:
-        buffers.restore(model, _restore(coordinator, step, digest).buffers)
+        module_buffers.restore(model, _restore(coordinator, step, digest).buffers)
 
     return fill
 

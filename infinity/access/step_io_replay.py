@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.coordinator.coordinator import Coordinator
-from infinity.state.request import GroupUpdate, SegmentRequest
+from infinity.state.update_request import GroupUpdate, SegmentRequest
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from infinity.base import c_runtime, pci
+from infinity.base import device_runtime, pci
 from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 
@@ -119,6 +119,12 @@ class Accelerator(Protocol):
             after: events that the copy waits for; all work that is queued on the stream later waits for them, too.
         """
 
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Let this thread's stream use memory that torch allocated for kernels of another stream.
+
+        When the tensor is freed, torch gives the memory to others only behind the work that is queued until then.
+        """
+
     def pin(self, address: int, nbytes: int) -> str:
         """Pin host memory for copies.
 
@@ -169,7 +175,7 @@ class TorchAccelerator:
 
     @property
     def numa_node(self) -> int:
-        return pci.numa_node(c_runtime.pci_address(self.device.index or 0))
+        return pci.numa_node(device_runtime.pci_address(self.device.index or 0))
 
     def stream(self) -> Stream:
         return self._module.Stream(self.device)
@@ -213,20 +219,23 @@ class TorchAccelerator:
             into.copy_(source, non_blocking=True)
         return self.record(on)
 
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.current())
+
     def pin(self, address: int, nbytes: int) -> str:
         if not hasattr(self._module, "cudart"):
             return f"torch has no function that pins memory for {self.device.type}"
         with self._module.device(self.device):
             error = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
             if error != 0:
-                c_runtime.forget_error(self.device)
+                device_runtime.forget_error(self.device)
                 return f"cudaHostRegister refused {format_bytes(nbytes)} (error {error})"
         return ""
 
     def unpin(self, address: int) -> None:
         with self._module.device(self.device):
             if int(self._module.cudart().cudaHostUnregister(address)) != 0:
-                c_runtime.forget_error(self.device)
+                device_runtime.forget_error(self.device)
 
     def event(self) -> Event:
         return self.record(self.current())  # torch creates the runtime's event when the event is first recorded
@@ -240,7 +249,7 @@ class TorchAccelerator:
         Raises:
             ConfigError: the entry points are not found; the message says why.
         """
-        found = c_runtime.addresses(_FUNCTIONS)
+        found = device_runtime.addresses(_FUNCTIONS)
         if found is None:
             raise ConfigError(
                 f"the runtime of {self.device} is linked into torch's own libraries, where infinity cannot find its "
@@ -353,7 +362,7 @@ def describe(device: torch.device) -> DeviceFacts:
         total_bytes=int(total),
         free_bytes=int(free),
         architecture=architecture or f"compute capability {facts.major}.{facts.minor}",
-        address=c_runtime.pci_address(device.index or 0),
+        address=device_runtime.pci_address(device.index or 0),
     )
 
 

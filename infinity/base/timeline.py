@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from infinity.base.profiler_ranges import profiled
 from infinity.errors import InfinityError
 
-Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
+Cause = Literal["fetch", "update", "gradient", "activation", "room", "commit", "step"]
 """Reason why the compute thread is not computing.
 
 fetch     It waits for weights from the store.
 update    It waits until a unit's update of the previous step is computed, or until the update releases the unit's slot.
 gradient  It lands gradients in host memory.
+activation  It moves tensors that are kept for the backward, or waits for them.
 room      It waits for room for weights, or makes room.
 commit    It makes a step durable.
 step      It does the remaining work of optimizer.step: it computes the norm, decides the step and submits updates, and

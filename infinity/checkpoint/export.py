@@ -27,7 +27,7 @@ from infinity.checkpoint.safetensors_writer import Piece, write_index, write_sha
 from infinity.checkpoint.save_pretrained import write_weights
 from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.config import SwapConfig, load_config
-from infinity.durable.records import OptimizerRecord
+from infinity.durable.generation_body import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of

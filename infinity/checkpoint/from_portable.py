@@ -17,12 +17,14 @@ from infinity.checkpoint.portable import PortableCopy
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import buffers
+from infinity.durable import module_buffers
 from infinity.errors import ResumeError
+from infinity.runtime.experts import tile_as
 from infinity.runtime.offload import close, offload_values
-from infinity.runtime.tiles import by_rows, tile_as
+from infinity.runtime.tiles import by_rows
 from infinity.state.moments import OptimizerName
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
+from infinity.state.training_step import StepFacts
 from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +40,7 @@ def offload_from_checkpoint(
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
+    tokens: int | StepFacts | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
     """Offload a model and continue the run from the portable copy that `infinity checkpoint export` wrote.
@@ -57,6 +60,7 @@ def offload_from_checkpoint(
         device: as for infinity.offload.
         optimizer: as for infinity.offload.
         accumulation_steps: as for infinity.offload.
+        tokens: as for infinity.offload.
         faults: as for infinity.offload.
 
     Returns:
@@ -67,7 +71,8 @@ def offload_from_checkpoint(
         others: as for infinity.offload.
     """
     copy = PortableCopy.verified(directory)
-    return offload_from_copy(model, copy, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults))
+    terms = OffloadArguments.of(config, device, optimizer, accumulation_steps, faults, tokens)
+    return offload_from_copy(model, copy, terms)
 
 
 def offload_from_copy(model: Model, copy: Copy, terms: OffloadArguments, *, files: Source | None = None) -> Model:
@@ -93,7 +98,7 @@ def offload_from_copy(model: Model, copy: Copy, terms: OffloadArguments, *, file
         coordinator = registry.coordinator_of(model)
         _require_trained(coordinator, copy)
         fill_moments(coordinator, copy.moment)
-        buffers.restore(model, copy.body.buffers)
+        module_buffers.restore(model, copy.body.buffers)
         continue_from(coordinator, copy.manifest)
     except BaseException:
         close(model)

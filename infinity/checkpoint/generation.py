@@ -17,7 +17,7 @@ import torch
 from infinity import _native
 from infinity.access.ingest import IngestedMoment
 from infinity.config import NvmeConfig
-from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
+from infinity.durable.generation_body import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import generation_scan
 from infinity.io.engine import open_engine
@@ -26,7 +26,7 @@ from infinity.io.generation_scan import extents_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Manifest
 from infinity.io.store import Extent, SwapStore
-from infinity.sharded.stores import stores_in
+from infinity.sharded.rank_stores import stores_in
 from infinity.sizes import round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
@@ -191,7 +191,11 @@ class GenerationPart:
             return (end - begin) * dtype_of(group).itemsize
         if not self._cut.whole:
             raise ManifestError(self.source, f"has slices of encoded weights of unit '{group.unit}'")
-        return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
+        try:
+            return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
+        except ValueError as error:
+            problem = f"has a weight of unit '{group.unit}' in a shape that {group.codec} cannot have: {error}"
+            raise ManifestError(self.source, problem) from None
 
     def _require_facts(self) -> None:
         """Require that the manifest's facts name the state formats of its groups, and the rank whose slices the store

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,9 +27,11 @@ from infinity.checkpoint.save_pretrained import ModelTensors, save_parts
 from infinity.checkpoint.tensor_names import Tensors
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import buffers
+from infinity.durable import module_buffers
 from infinity.errors import NotAvailableError
-from infinity.state.layer_tiles import LayerTile
+from infinity.runtime.expert_adapters import adapter_of
+from infinity.runtime.tiles import tiles_in
+from infinity.state.layer_tiles import ExpertTile
 from infinity.units.unit import OffloadedUnit
 
 _PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}
@@ -92,13 +96,17 @@ def _require_plain(name: str, layer: Any, adapter: str) -> None:
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind not in _PLAIN:
         raise _not_available(f"the adapter of '{name}', a {kind},")
+    if layer.merged:
+        raise NotAvailableError(
+            f"the adapter of '{name}' is merged into the weights already: call model.unmerge_adapter() first"
+        )
     if layer.use_dora.get(adapter):
         raise _not_available("adapters with use_dora")
     if adapter in layer.lora_variant:
         raise _not_available(f"adapters with {type(layer.lora_variant[adapter]).__name__}")
     if layer.lora_bias.get(adapter):
         raise _not_available("adapters with lora_bias")
-    if any(isinstance(module, LayerTile) for module in layer.get_base_layer().modules()):
+    if any(not isinstance(tile, ExpertTile) for tile in tiles_in(layer.get_base_layer())):
         raise _not_available(f"adapters of '{name}', which runs in tiles because memory.device has no room for it,")
 
 
@@ -113,33 +121,92 @@ def _not_available(what: str) -> NotAvailableError:
 def computing_merged(model: Any) -> Iterator[None]:
     """During the `with` block, make the model compute with the weights that save_merged writes."""
 
-    def compute(layer: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        merged = {_parameter_name(each): _weight_of(each) for each in _chain(layer)}
-        return torch.func.functional_call(layer.get_base_layer(), merged, inputs, keywords)
+    def compute(
+        place: _Place, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> Any:
+        merged = {key: _weight_of(each) for key, each in place.adapted.items()}
+        if module is not place.module:
+            return torch.func.functional_call(place.module, merged, inputs, keywords)
+        own = dict(module._parameters)  # a call of the tile, as in functional_call, would call this hook again
+        try:
+            module._parameters.update(merged)  # type: ignore[arg-type]
+            return module.forward(*inputs, **keywords)
+        finally:
+            module._parameters.update(own)
 
-    with ExitStack() as hooks:
+    with ExitStack() as stack:
         for layer in _layers(model.get_base_model()).values():
-            hooks.callback(layer.register_forward_hook(compute, with_kwargs=True).remove)
+            bank = tiles_in(layer.get_base_layer())
+            for each in _chain(layer) if bank else ():
+                stack.callback(setattr, each, "_disable_adapters", each.disable_adapters)
+                each._disable_adapters = True
+            for place in _places(layer):
+                hooked = place.module if bank else layer
+                # before infinity's own hook, after which a tile has no values
+                hook = hooked.register_forward_hook(partial(compute, place), with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
         yield
 
 
-def _weight_of(layer: Any) -> torch.Tensor:
-    """Return the merged weight of a LoRA layer whose parameters have their values."""
+class _Adapted(NamedTuple):
+    """Parameter of a layer, or of one tile of a bank, with an adapter.
+
+    Attributes:
+        layer: PEFT's layer with the adapter.
+        parameter: the parameter.
+        experts: the experts of the tile; None for a parameter that is not in a tile.
+    """
+
+    layer: Any
+    parameter: nn.Parameter
+    experts: tuple[int, int] | None
+
+
+class _Place(NamedTuple):
+    """Module that computes with adapted parameters.
+
+    Attributes:
+        module: the base layer, or a tile of it.
+        adapted: its adapted parameters, by name.
+    """
+
+    module: nn.Module
+    adapted: dict[str, _Adapted]
+
+
+def _places(layer: Any) -> list[_Place]:
+    """Return the modules that compute with the parameters that a LoRA layer and the layers nested in it adapt."""
+    base = layer.get_base_layer()
+    if not (tiles := tiles_in(base)):
+        return [_Place(base, {_key(each): _Adapted(each, getattr(base, _key(each)), None) for each in _chain(layer)})]
+    ends = list(accumulate((len(next(tile.parameters())) for tile in tiles), initial=0))
+    return [
+        _Place(tile, {_key(each): _Adapted(each, tile.get_parameter(_key(each)), experts) for each in _chain(layer)})
+        for tile, experts in zip(tiles, pairwise(ends), strict=True)
+    ]
+
+
+def _weight_of(adapted: _Adapted) -> torch.Tensor:
+    """Return the merged weight of a parameter that has its values, as the adapter has."""
+    layer, parameter, experts = adapted
     with torch.no_grad():
         (adapter,) = layer.scaling
-        merged = _parameter_of(layer).detach().clone()
-        merged += layer.get_delta_weight(adapter)  # in place, like PEFT: the delta may have another dtype
+        merged = parameter.detach().clone()
+        if experts is None:
+            merged += layer.get_delta_weight(adapter)  # in place, like PEFT: the delta may have another dtype
+        else:
+            found = adapter_of(layer, adapter)
+            merged += (
+                found.of(*found.narrow(*experts))
+                .delta(transposed=bool(layer.get_base_layer().is_transposed))
+                .to(merged.dtype)
+            )
         return merged
 
 
-def _parameter_name(layer: Any) -> str:
+def _key(layer: Any) -> str:
     """Return the name of the base layer's parameter that a LoRA layer adapts."""
     return str(getattr(layer, "parameter_name", "weight"))
-
-
-def _parameter_of(layer: Any) -> nn.Parameter:
-    found: nn.Parameter = getattr(layer.get_base_layer(), _parameter_name(layer))
-    return found
 
 
 def _layers(base: nn.Module) -> dict[str, Any]:
@@ -172,8 +239,8 @@ class _MergedTensors(ModelTensors):
         self._names = _MergedNames(
             base, next(name for name, module in (base if root is None else root).named_modules() if module is base)
         )
-        layers = [each for layer in _layers(base).values() for each in _chain(layer)]
-        self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
+        places = [place for layer in _layers(base).values() for place in _places(layer)]
+        self._adapted = {id(each.parameter): each for place in places for each in place.adapted.values()}
         super().__init__(base, coordinator)
         self._wide, self._given = {}, {}  # merged weights have no masters
 
@@ -182,11 +249,17 @@ class _MergedTensors(ModelTensors):
         return {name: each for name, each in found if name is not None}
 
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        layer = self._adapted.get(id(parameter))
-        return parameter.detach() if layer is None else _weight_of(layer)
+        adapted = self._adapted.get(id(parameter))
+        return parameter.detach() if adapted is None else _weight_of(adapted)
+
+    def _read_for(self, unit: OffloadedUnit) -> list[int]:
+        adapted = [self._adapted[id(each)] for each in unit.parameters.values() if id(each) in self._adapted]
+        weights = [weight for each in adapted for weight in each.layer.lora_A.parameters()]
+        found = {unit.index} | {place.unit.index for _, place in filter(None, map(registry.find, weights))}
+        return sorted(found)
 
     def _buffers(self) -> Tensors:
-        found = ((self._names.of_base(name), each) for name, each in buffers.named(self.model))
+        found = ((self._names.of_base(name), each) for name, each in module_buffers.named(self.model))
         return {name: each for name, each in found if name is not None}
 
 

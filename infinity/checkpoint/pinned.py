@@ -16,14 +16,14 @@ from pathlib import Path
 
 from torch import nn
 
-from infinity.access import pinning
+from infinity.access import generation_pinning
 from infinity.checkpoint.export import copy_bytes, write_copy
 from infinity.checkpoint.generation import StoredGeneration, newest_stored_generation, open_stores
 from infinity.checkpoint.portable import STATE_NAME
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
-from infinity.io.pins import GenerationPin, folder_path, remove_marker
+from infinity.io.generation_pins import GenerationPin, folder_path, remove_marker
 from infinity.io.rank_paths import place_of
 from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
@@ -64,8 +64,8 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
             stays pinned.
     """
     coordinator, place, freed = registry.coordinator_of(model), folder_path(folder), list[Path]()
-    kept = pinning.generations_of(coordinator)
-    pinning.agree(coordinator)
+    kept = generation_pinning.generations_of(coordinator)
+    generation_pinning.agree(coordinator)
     while not all(coordinator.world.each(f"looking for a free pin for {place}", lambda: kept.has_free_pin(place))):
         others = [pin.folder for pin in kept.pin_list if pin.folder != str(place)]
         if not others:
@@ -94,7 +94,7 @@ def _make_portable(coordinator: Coordinator, pin: GenerationPin, max_shard_size:
             _write(newest_stored_generation(stores, digests=digests), pin, folder, max_shard_size)
 
     coordinator.world.once_slow(what, copy)
-    pinning.mark_portable(coordinator, folder, COPY_NAME)
+    generation_pinning.mark_portable(coordinator, folder, COPY_NAME)
     # keep the folder's modification time: trainers remove the folder with the oldest modification time first
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 

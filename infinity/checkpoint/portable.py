@@ -32,7 +32,7 @@ from infinity.access.ingest import IngestedMoment
 from infinity.checkpoint.generation import MASTER
 from infinity.checkpoint.safetensors_reader import tensor_of
 from infinity.checkpoint.safetensors_writer import index_name
-from infinity.durable.records import parse_body
+from infinity.durable.generation_body import parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
 from infinity.io.manifest import Manifest

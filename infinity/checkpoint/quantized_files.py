@@ -1,183 +1,56 @@
-"""Checkpoints that bitsandbytes quantized: their 4- and 8-bit weights are used without conversion.
+"""Common parts of the readers of quantized checkpoints. Each method of quantization has a reader of its own.
 
-[Note: what the files have]
-The model is built from plain linear layers, as if it were not quantized, and without bitsandbytes. A weight is encoded
-if the file has additional tensors for this weight:
+| file | checkpoints |
+|---|---|
+| bitsandbytes_files.py | NF4 and LLM.int8 of bitsandbytes |
+| fp8_files.py | FP8 with a scale for each block, row or matrix |
+| packed_files.py | NVFP4, MXFP4 and groups of 4-bit integers |
 
-| tensor | NF4 | LLM.int8 |
-|---|---|---|
-| `X.weight` | two codes in a byte | int8 [rows, columns] |
-| `X.weight.absmax` | a scale for each block: fp32, or uint8 where scales are nested | |
-| `X.weight.quant_map` | the values of the 16 codes | |
-| `X.weight.nested_absmax`, `X.weight.nested_quant_map` | the same for nested scales | |
-| `X.weight.quant_state.bitsandbytes__nf4` | JSON in bytes: block size, shape, nested offset | |
-| `X.SCB` | | fp32 [rows], 127 times the scales |
-| `X.weight_format` | | 0: row by row |
-
-The codes are not changed. The scales are not changed if their blocks have the sizes that state/codec.py uses. For other
-block sizes, the scales are computed in fp32 as bitsandbytes computes them, and repeated for smaller blocks. In both
-cases, the decoded weights are the same as with bitsandbytes.
+quantization_config.py chooses the reader.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity import _native
-from infinity.checkpoint.safetensors_reader import names_in, stored_as, tensor_of
+from infinity.checkpoint.merged_experts import JoinedRows
+from infinity.checkpoint.safetensors_reader import rows_in, stored_tensors
 from infinity.errors import ModelError
-from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, Codec, decode, encoded_bytes, parts_of
+from infinity.state.codec import Codec, decode, encoded_bytes, parts_of
 from infinity.state.frozen_codecs import CheckpointEncoding
-from infinity.strict import parse_json
 
-_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_STATE = ".quant_state.bitsandbytes__"
-_WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
-_ONLY_NF4 = "infinity reads only nf4 of bitsandbytes' 4-bit types."
-_IN_16_BITS = (
+IN_16_BITS = (
     "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its frozen weights are stored "
     "in 4 or 8 bits."
 )
 
 
-# -- the config -------------------------------------------------------------------------------------------------------
-
-
-def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arguments with which `model_class.from_pretrained` builds a quantized model from plain layers.
-
-    Args:
-        model_class: a class with `from_pretrained`.
-        path: a directory, or a hub id.
-        kwargs: the caller's arguments for from_pretrained.
-
-    Returns:
-        `kwargs` itself, if the model is not quantized. Otherwise arguments with a config without quantization.
-
-    Raises:
-        ModelError: the model is quantized in a way that cannot be read.
-    """
-    given = kwargs.get("config")
-    hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
-    if not (quantization := _in_file(path if given is None else given, hub)):
-        return kwargs
-    _require_bitsandbytes(path, quantization)
-    config, rest = given, dict(kwargs)
-    if isinstance(given, str | Path) or given is None:
-        config, rest = _read_config(model_class, path if given is None else str(given), hub, kwargs)
-    return rest | {"config": without_quantization(config)}
-
-
-def codec_text(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
-    """Return the codec of a quantized model's weights and the modules that are not quantized, both from its config.
-
-    The result is None if the model is not quantized.
-
-    Raises:
-        ModelError: the model is quantized in a way that cannot be read.
-    """
-    if not (found := _in_file(config, {})):
-        return None
-    _require_bitsandbytes(path, found)
-    skipped = tuple(found.get("llm_int8_skip_modules") or ())
-    if not found.get("load_in_4bit"):
-        return "int8_rows", skipped
-    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # fp4 is the default of bitsandbytes, too
-        raise ModelError(f"'{path}' is quantized as fp4; {_ONLY_NF4} {_IN_16_BITS}")
-    return "nf4" if found.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
-
-
-def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
-    """Raise ModelError if another method than bitsandbytes quantized the model."""
-    method = quantization.get("quant_method")
-    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-        return  # transformers assumes bitsandbytes
-    if (method := str(getattr(method, "value", method) or "a method without a name")) != "bitsandbytes":
-        raise ModelError(
-            f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
-            f"bitsandbytes quantized, as NF4 or LLM.int8. {_IN_16_BITS}"
-        )
-
-
-def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a model's quantization_config; None if the model is not quantized. `source` is the model's config, or the
-    path of the config.
-    """
-    from transformers import PretrainedConfig
-
-    values = source
-    if isinstance(source, str | Path):
-        try:
-            values, _ = PretrainedConfig.get_config_dict(source, **hub)
-        except Exception:  # from_pretrained raises a better error
-            return None
-    elif isinstance(source, PretrainedConfig):
-        values = source.to_dict()
-    for part in (values, values.get("text_config")):
-        found = part.get("quantization_config") if isinstance(part, dict) else None
-        if found:
-            return found if isinstance(found, dict) else vars(found)
-    return None
-
-
-def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the config that from_pretrained would read, and the remaining arguments for it."""
-    from transformers import AutoConfig
-
-    again = dict(hub) | {name: kwargs[name] for name in ("trust_remote_code", "code_revision") if name in kwargs}
-    config_class = getattr(model_class, "config_class", None) or AutoConfig
-    options = {name: value for name, value in kwargs.items() if name != "config"}
-    config, rest = config_class.from_pretrained(path, return_unused_kwargs=True, **options)
-    return config, rest | again
-
-
-def without_quantization(config: Any) -> Any:
-    """Return a copy of a config without its quantization."""
-    config = copy.deepcopy(config)
-    for part in (config, getattr(config, "text_config", None)):
-        if part is not None:
-            vars(part).pop("quantization_config", None)
-    return config
-
-
-# -- the files --------------------------------------------------------------------------------------------------------
-
-
-def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
-    """Return `tensor` if its dtype is a floating-point dtype of at least 16 bits. Raises ModelError otherwise."""
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        raise ModelError(
-            f"'{path}' has '{name}' as {tensor.dtype}, but none of the tensors that bitsandbytes writes with "
-            f"a quantized weight. {_IN_16_BITS}"
-        )
-    return tensor
-
-
-class QuantizedWeights:
-    """The quantized weights of a checkpoint.
-
-    Args:
-        files: the checkpoint's safetensors files.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
-
-    def __init__(self, files: Collection[str]) -> None:
-        self._files = {name: file for file in sorted(files) for name in names_in(file)}
-        self._states = {name.partition(_STATE)[0]: name for name in self._files if _STATE in name}
+class QuantizedWeights(Protocol):
+    """The quantized weights of a checkpoint."""
 
     @property
-    def weights(self) -> list[str]:
+    def names(self) -> Set[str]:
         """Names of the quantized weights in the files."""
-        rows = [name for name in self._files if _rows_of(name) in self._files]
-        return sorted([*self._states, *rows])
+
+    def joined_form(self, joined: JoinedRows, shape: torch.Size) -> CheckpointEncoding | None:
+        """Return the encoded form of a stack that is joined from matrices; None if this is not possible, or if the
+        matrices are not quantized.
+
+        Args:
+            joined: names of the matrices.
+            shape: shape of the stack in the model.
+
+        Raises:
+            ModelError: a matrix is quantized in a way that cannot be read, or the matrices do not fit each other or the
+                model.
+        """
 
     def encoded_form(self, weight: str, shape: torch.Size) -> CheckpointEncoding | None:
         """Return the encoded form of a weight; None if the weight is not quantized.
@@ -190,198 +63,318 @@ class QuantizedWeights:
             ModelError: the weight is quantized in a way that cannot be read, or the weight's tensors do not fit each
                 other or the model.
         """
-        if weight in self._states:
-            return self._nf4(weight, shape)
-        if weight in self._files and _rows_of(weight) in self._files:
-            return self._int8(weight, shape)
-        return None
 
-    def _nf4(self, weight: str, shape: torch.Size) -> CheckpointEncoding:
-        file, state_name = self._files[weight], self._states[weight]
-        kind = state_name.partition(_STATE)[2]
-        if kind != "nf4":
-            raise ModelError(f"{file}: '{weight}' is quantized as {kind}; {_ONLY_NF4} {_IN_16_BITS}")
-        state = _QuantState.of(file, weight, self._tensor(state_name))
-        if state.shape != tuple(shape):
-            turned = (
-                " A weight that the model stores as [in, out], as GPT-2 does, was transposed when it was quantized."
-                if len(shape) == 2
-                else ""
-            )
-            raise ModelError(
-                f"{file}: '{weight}' is quantized with shape {state.shape}, and is {tuple(shape)} in the model."
-                f"{turned if state.shape == tuple(shape)[::-1] else ''} {_IN_16_BITS}"
-            )
-        self._require_nf4_map(weight)
-        nested = f"{weight}.nested_absmax" in self._files
-        same = state.blocksize == BLOCK_NUMEL and state.nested_blocksize == NESTED_BLOCKS
-        if nested and same and self._is_map(f"{weight}.nested_quant_map", _native.NESTED_MAP):
-            parts = {
-                "codes": lambda: self._tensor(weight),
-                "scales": lambda: self._tensor(f"{weight}.absmax"),
-                "nested_scales": lambda: self._tensor(f"{weight}.nested_absmax").float(),
-                "offset": lambda: torch.tensor([state.nested_offset], dtype=torch.float32),
-            }
-            return self._made("nf4", weight, shape, parts)
-        scales = (lambda: self._unnested(weight, state)) if nested else (lambda: self._plain_scales(file, weight))
-        parts = {
-            "codes": lambda: self._tensor(weight),
-            "scales": lambda: _for_smaller_blocks(scales().float(), state.blocksize, shape),
-        }
-        return self._made("nf4_fp32", weight, shape, parts)
 
-    def _plain_scales(self, file: str, weight: str) -> torch.Tensor:
-        scales = self._tensor(f"{weight}.absmax")
-        if not scales.is_floating_point():
-            raise ModelError(
-                f"{file}: the scales of '{weight}' are quantized, and {weight}.nested_absmax, which decodes them, is "
-                "missing: the checkpoint is damaged. Download it again."
-            )
-        return scales
+class QuantizationMethod(Protocol):
+    """The quantization_config of a checkpoint that infinity reads."""
 
-    def _unnested(self, weight: str, state: _QuantState) -> torch.Tensor:
-        """Return the decoded nested scales of a weight, rounded as bitsandbytes rounds them."""
-        codes = self._tensor(f"{weight}.absmax").reshape(-1)
-        nested = self._tensor(f"{weight}.nested_absmax").float().reshape(-1)
-        known = self._tensor(f"{weight}.nested_quant_map").float()
-        if nested.numel() * state.nested_blocksize < codes.numel() or codes.dtype != torch.uint8:
-            raise self._misfit(weight, f"{weight}.nested_absmax")
-        scales = known[codes.int()] * nested.repeat_interleave(state.nested_blocksize)[: codes.numel()]
-        return scales + torch.tensor(state.nested_offset, dtype=torch.float32)
-
-    def _int8(self, weight: str, shape: torch.Size) -> CheckpointEncoding:
-        file = self._files[weight]
-        form = f"{weight}_format"
-        if form in self._files and (number := int(self._tensor(form).reshape(-1)[0])) != 0:
-            named = _WEIGHT_FORMATS[number] if 0 <= number < len(_WEIGHT_FORMATS) else str(number)
-            raise ModelError(
-                f"{file}: '{weight}' has its int8 values in the order {named}; infinity reads them row by row only. "
-                "Load the model with a newer bitsandbytes and save it again, or give it in bf16, fp16 or fp32."
-            )
-        found = stored_as(file, weight)[1]
-        if found != tuple(shape):
-            raise ModelError(
-                f"{file}: '{weight}' is quantized with shape {found}, and is {tuple(shape)} in the model. {_IN_16_BITS}"
-            )
-        parts = {
-            "codes": lambda: self._tensor(weight),
-            "scales": lambda: self._tensor(_rows_of(weight)).float(),
-        }
-        return self._made("int8_rows", weight, shape, parts)
-
-    def _made(
-        self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
-    ) -> CheckpointEncoding:
-        """Return the encoded form. Raises ModelError if a part other than the codes does not have the size that the
-        codec requires.
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """Patterns of names of quantized weights in the files, and what replaces them in the names of parameters. The
+        form is that of the argument `key_mapping` of from_pretrained.
         """
 
-        def bytes_of(part: str, nbytes: int) -> torch.Tensor:
-            found = parts[part]().contiguous().reshape(-1).view(torch.uint8)
-            if found.numel() != nbytes:
-                raise self._misfit(weight, part)
-            return found
+    def codec_of(self, name: str, shape: torch.Size) -> Codec | None:
+        """Return the codec that a parameter has according to the config; None if it is not quantized.
 
-        def read() -> torch.Tensor:
-            data = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8)
-            for part, (begin, nbytes) in parts_of(codec, shape).items():
-                data[begin : begin + nbytes] = bytes_of(part, nbytes)
-            return data
+        Args:
+            name: name of the parameter: the weight of a linear layer in a block of the model, or a stack of matrices
+                there.
+            shape: shape of the parameter.
 
-        for part, (_, nbytes) in parts_of(codec, shape).items():
-            if part != "codes":
-                bytes_of(part, nbytes)
-        return CheckpointEncoding(codec, read)
+        Raises:
+            ModelError: the model is quantized in a way that cannot be read.
+        """
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._files:
-            beside = next(iter(self._files.values()), "the checkpoint")
-            raise ModelError(
-                f"{beside}: there is no '{name}', which a quantized weight needs; is the checkpoint complete?"
-            )
-        return tensor_of(self._files[name], name)
+    def weights(self, files: Collection[str]) -> QuantizedWeights:
+        """Return the quantized weights in safetensors files. Raises ModelError."""
 
-    def _is_map(self, name: str, known: Collection[float]) -> bool:
-        return self._tensor(name).float().tolist() == list(known)
 
-    def _require_nf4_map(self, weight: str) -> None:
-        if not self._is_map(f"{weight}.quant_map", _native.NF4_MAP):
-            raise ModelError(
-                f"{self._files[weight]}: the 4-bit codes of '{weight}' have other values (quant_map) than those of "
-                f"NF4. {_IN_16_BITS}"
-            )
+class StoredTensor(NamedTuple):
+    """Place and form of a tensor in a file. The dtype has the name that safetensors uses."""
 
-    def _misfit(self, weight: str, part: str) -> ModelError:
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return rows [begin, end) of the tensor, whose name is `name`; with end=None, all from `begin` on. Raises
+        ModelError."""
+        return rows_in(self.file, name, begin, end)
+
+
+def stored_in(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of safetensors files, by name. Raises ModelError."""
+    return {
+        name: StoredTensor(file, *stored) for file in sorted(files) for name, stored in stored_tensors(file).items()
+    }
+
+
+class ConfigKeys:
+    """The values of a quantization_config, and errors that name a key.
+
+    Args:
+        path: the model, for errors.
+        method: the method of quantization, for errors.
+        values: the quantization_config.
+    """
+
+    def __init__(self, path: str, method: str, values: Mapping[str, Any]) -> None:
+        self._path = path
+        self._method = method
+        self._values = values
+
+    def get(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def require(self, key: str, known: Collection[Any], wanted: str) -> None:
+        """Raise ModelError if the value of `key` is none of `known`. `wanted` names the known values."""
+        if self.get(key) not in known:
+            raise self.unreadable(key, self.get(key), wanted)
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """Return the list of names of the first of `keys` that has a value. Raises ModelError if it is no such list."""
+        key = next((key for key in keys if self.get(key)), keys[0])
+        return self.list_of_names(key, self.get(key))
+
+    def list_of_names(self, key: str, value: Any) -> tuple[str, ...]:
+        """Return a value that is a list of names, or empty. Raises ModelError, which names `key`."""
+        found = (value,) if isinstance(value, str) and value else value or ()
+        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+            raise self.unreadable(key, found, "a list of names")
+        return tuple(found)
+
+    def unreadable(self, key: str, value: Any, wanted: str) -> ModelError:
+        said = f"{' '.join(key.split()):.80}: {value!r:.400}"
         return ModelError(
-            f"{self._files[weight]}: '{weight}' is quantized, and its {part.removeprefix(f'{weight}.')} does not have "
-            "the size that its shape needs; is the file damaged?"
+            f"'{self._path}' is quantized by {self._method} with {said} (quantization_config in its "
+            f"config.json); infinity reads {wanted}. {IN_16_BITS}"
+        )
+
+    def require_unmerged(self, name: str, shape: torch.Size) -> None:
+        """Raise ModelError if a quantized parameter is a stack of experts."""
+        if len(shape) > 2:
+            require_unmerged([name], self._path)
+
+    def absent(self, what: str) -> ModelError:
+        """Return the error for files that have no tensors of this method."""
+        return ModelError(
+            f"'{self._path}' is quantized by {self._method} according to its config.json, and no tensor of its files "
+            f"is {what}; does the config.json belong to the files?"
         )
 
 
-@dataclass(frozen=True)
-class _QuantState:
-    """The values that bitsandbytes records about a 4-bit weight."""
-
-    shape: tuple[int, ...]
-    blocksize: int
-    nested_blocksize: int
-    nested_offset: float
-
-    @classmethod
-    def of(cls, file: str, weight: str, packed: torch.Tensor) -> _QuantState:
-        """Parse the recorded values. `packed` is JSON in bytes. Raises ModelError."""
-        try:
-            values = parse_json(bytes(packed.reshape(-1).tolist()).decode())
-            state = cls(
-                tuple(int(size) for size in values["shape"]),
-                int(values["blocksize"]),
-                int(values.get("nested_blocksize", NESTED_BLOCKS)),
-                float(values.get("nested_offset", 0.0)),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelError(
-                f"{file}: the quantization state that bitsandbytes wrote for '{weight}' cannot be read: {error!r}"
-            ) from None
-        if state.blocksize <= 0 or state.blocksize % BLOCK_NUMEL or state.nested_blocksize <= 0:
-            raise ModelError(
-                f"{file}: '{weight}' is quantized in blocks of {state.blocksize}; infinity reads blocks of "
-                f"{BLOCK_NUMEL} and multiples of it. {_IN_16_BITS}"
-            )
-        return state
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of an expert in files, by the name of the stack in the model."""
 
 
-def decoding(known: CheckpointEncoding, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """Return a function that returns the decoded values of an encoded weight."""
-    return lambda: decode(known.read(), known.codec, shape, dtype)
+def is_named(parameter: str, test: Callable[[str], bool]) -> bool:
+    """Return whether a config names the module of a parameter.
+
+    A config has the names of the files: a stack of experts in the model is a module for each matrix of each expert in
+    the files. The first expert is tested for all. A text model may have its names from a model of text and images.
+
+    Args:
+        parameter: name of the parameter.
+        test: function that returns whether the config names a module.
+
+    Raises:
+        ModelError: the config names one matrix of an expert, and not another.
+    """
+    module = parameter.removesuffix(".weight")
+    bank, _, stack = module.rpartition(".")
+    parts = _PARTS.get(stack, ()) if bank.endswith("experts") else ()
+    modules = [f"{bank}.0.{part}" for part in parts] or [module]
+    named = {test(each) or test(each.replace("model.", "model.language_model.", 1)) for each in modules}
+    if len(named) > 1:
+        raise ModelError(
+            f"the quantization_config names one of the matrices of '{parameter}', and not the other. infinity reads "
+            f"experts whose matrices all have the same form. {IN_16_BITS}"
+        )
+    return named.pop()
 
 
-def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
+def is_skipped(name: str, skipped: Collection[str]) -> bool:
+    """Return whether a config excludes the module of a parameter, by complete words of its name or by a regular
+    expression for its beginning."""
+
+    def excluded(module: str) -> bool:
+        return any(f".{part}." in f".{module}." or _begins(module, part) for part in skipped)
+
+    return is_named(name, excluded)
+
+
+def _begins(module: str, pattern: str) -> bool:
+    with suppress(re.error):  # a name that is no expression
+        return re.match(rf"(?:{pattern.removeprefix('re:')})(?=\.|$)", module) is not None
+    return False
+
+
+def encoding_of(
+    codec: Codec,
+    shape: torch.Size,
+    parts: Mapping[str, Callable[[int, int | None], torch.Tensor]],
+    misfit: Callable[[str], ModelError],
+    *,
+    sizes_known: bool = True,
+) -> CheckpointEncoding:
+    """Return the encoded form of a weight.
+
+    Args:
+        codec: the form.
+        shape: shape of the weight.
+        parts: functions that read rows [begin, end) of the parts of the form, by name; with end=None, all from `begin`
+            on.
+        misfit: function that returns the error for a part that does not have the size that the codec requires.
+        sizes_known: whether the caller has compared the sizes of all parts with the header of their file; False: the
+            parts other than the codes are read to compare them.
+
+    Raises:
+        ModelError: a part other than the codes does not have its size. The codes are read later, and then raise.
+    """
+
+    def bytes_of(part: str, nbytes: int, begin: int, end: int | None) -> torch.Tensor:
+        found = parts[part](begin, end).contiguous().reshape(-1).view(torch.uint8)
+        if found.numel() != nbytes:
+            raise misfit(part)
+        return found
+
+    def read(begin: int, end: int | None) -> torch.Tensor:
+        size = shape if end is None else torch.Size([end - begin, *shape[1:]])
+        data = torch.zeros(encoded_bytes(codec, size), dtype=torch.uint8)
+        for part, (at, nbytes) in parts_of(codec, size).items():
+            data[at : at + nbytes] = bytes_of(part, nbytes, begin, end)
+        return data
+
+    def rows(begin: int, end: int) -> CheckpointEncoding:
+        return CheckpointEncoding(codec, partial(read, begin, end))
+
+    for part, (_, nbytes) in parts_of(codec, shape).items() if not sizes_known else ():
+        if part != "codes":
+            bytes_of(part, nbytes, 0, None)
+    return CheckpointEncoding(codec, partial(read, 0, None), rows if len(shape) > 2 else None)
+
+
+def join(
+    weights: QuantizedWeights,
+    found: Mapping[str, StoredTensor],
+    joined: JoinedRows,
+    shape: torch.Size,
+    rows_of_block: int = 1,
+) -> CheckpointEncoding | None:
+    """Return the encoded form of a stack of experts; None if no matrix of an expert is quantized.
+
+    Args:
+        weights: the quantized weights.
+        found: the tensors of the files, by name.
+        joined: names of the matrices. The rows of their tensors in the files are those of the matrices.
+        shape: shape of the stack in the model.
+        rows_of_block: rows that have a scale in common.
+
+    Raises:
+        ModelError: as QuantizedWeights.joined_form.
+    """
+    rows = list(zip(*joined.names, strict=True))
+    if not any(name in weights.names for row in rows for name in row):
+        return None
+    sizes = [torch.Size((*found[name].shape[:1], shape[-1])) for name in rows[0]]
+    forms = [[weights.encoded_form(name, size) for name, size in zip(row, sizes, strict=True)] for row in rows]
+    made = [known for row in forms for known in row]
+    names = [name for row in rows for name in row]
+    codecs = [(name, known and known.codec) for name, known in zip(names, made, strict=True)]
+    kinds = Counter(codec for _, codec in codecs)
+    ((usual, _),) = kinds.most_common(1)
+    first = next((name for name, codec in codecs if codec != usual), rows[0][0])
+    if joined.dim or len(kinds) > 1 or any(size[0] % rows_of_block for size in sizes):
+        rule = f", with a multiple of {rows_of_block} rows" if rows_of_block > 1 else ""
+        raise ModelError(
+            f"{found[first].file}: '{first}' is one of the experts of a layer, of which some are quantized, and which "
+            f"the model has in one parameter. infinity joins experts if all have the same form and shape{rule}. "
+            f"{IN_16_BITS}"
+        )
+    if shape[:-1] != (len(rows), sum(size[0] for size in sizes)):
+        raise ModelError(
+            f"{found[first].file}: '{first}' is one of {len(rows)} experts, and the model has {tuple(shape)} for all "
+            f"of them; does the config.json belong to the files? {IN_16_BITS}"
+        )
+    return _stacked([[known for known in row if known] for row in forms], sizes, shape)
+
+
+def _stacked(
+    matrices: Sequence[Sequence[CheckpointEncoding]], sizes: Sequence[torch.Size], shape: torch.Size
+) -> CheckpointEncoding:
+    """Return the encoded form of a stack of matrices.
+
+    Args:
+        matrices: for each matrix of the stack, the encoded forms of its parts, which are one below the other. Each part
+            of the form of the stack (state/codec.py) must be that of the matrices, one after the other.
+        sizes: shapes of the parts of a matrix.
+        shape: shape of the stack.
+    """
+    codec = matrices[0][0].codec
+
+    def read(begin: int, end: int) -> torch.Tensor:
+        whole = torch.Size([end - begin, *shape[1:]])
+        data = torch.zeros(encoded_bytes(codec, whole), dtype=torch.uint8)
+        ends = {part: at for part, (at, _) in parts_of(codec, whole).items()}
+        for matrix in matrices[begin:end]:
+            for known, size in zip(matrix, sizes, strict=True):
+                found = known.read()
+                for part, (at, nbytes) in parts_of(codec, size).items():
+                    data[ends[part] : ends[part] + nbytes] = found[at : at + nbytes]
+                    ends[part] += nbytes
+        return data
+
+    def rows(begin: int, end: int) -> CheckpointEncoding:
+        return CheckpointEncoding(codec, partial(read, begin, end))
+
+    return CheckpointEncoding(codec, partial(read, 0, len(matrices)), rows)
+
+
+class EncodedValues(NamedTuple):
+    """Decoded values of an encoded weight, in `dtype`."""
+
+    known: CheckpointEncoding
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def rows(self, begin: int, end: int | None) -> torch.Tensor:
+        """Return rows [begin, end); with end=None, all rows from `begin` on."""
+        if self.known.rows is None:
+            return decode(self.known.read(), self.known.codec, self.shape, self.dtype)[begin:end]
+        end = self.shape[0] if end is None else end
+        size = torch.Size([end - begin, *self.shape[1:]])
+        return decode(self.known.rows(begin, end).read(), self.known.codec, size, self.dtype)
+
+
+def require_unmerged(left: Sequence[str], path: str) -> None:
     """Refuse a model for which transformers joins several quantized weights into a single parameter.
 
     Args:
-        left: quantized weights for which the model has no parameter.
-        converts: whether transformers converted tensors of this checkpoint. If not, the model simply does not use the
-            weights in `left`.
+        left: quantized weights that would be joined.
         path: path of the checkpoint, for messages.
 
     Raises:
-        ModelError: transformers would join such weights; the message names one of the weights.
+        ModelError: there are such weights; the message names one.
     """
-    if left and converts:
+    if left:
         raise ModelError(
             f"in '{path}' the tensor '{left[0]}' is quantized, and transformers joins this tensor with others into a "
-            f"larger parameter (such as the experts of a layer); infinity cannot join quantized weights. {_IN_16_BITS}"
+            f"larger parameter (such as the experts of a layer); infinity cannot join quantized weights of this form. "
+            f"{IN_16_BITS}"
         )
 
 
-def _for_smaller_blocks(scales: torch.Tensor, blocksize: int, shape: torch.Size) -> torch.Tensor:
-    """Repeat the scales of blocks of `blocksize` elements for blocks of BLOCK_NUMEL elements. `blocksize` is a multiple
-    of BLOCK_NUMEL.
-    """
-    blocks = -(-shape.numel() // BLOCK_NUMEL)
-    return scales.reshape(-1).repeat_interleave(blocksize // BLOCK_NUMEL)[:blocks]
-
-
-def _rows_of(weight: str) -> str:
-    """Return the tensor name of the scales of an int8 weight."""
-    return f"{weight.removesuffix('weight')}SCB" if weight.endswith(".weight") else ""
+def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
+    """Return `tensor` if its dtype is a floating-point dtype of at least 16 bits. Raises ModelError otherwise."""
+    if not tensor.is_floating_point():
+        raise ModelError(
+            f"'{path}' has '{name}' as {tensor.dtype}, but none of the tensors that bitsandbytes writes with "
+            f"a quantized weight. {IN_16_BITS}"
+        )
+    if tensor.dtype.itemsize < 2:
+        raise ModelError(
+            f"'{path}' has '{name}' as {tensor.dtype}, but no quantization_config in its config.json says how such a "
+            f"tensor is decoded. {IN_16_BITS}"
+        )
+    return tensor

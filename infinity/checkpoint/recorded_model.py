@@ -24,7 +24,7 @@ from torch.nn.modules import module as hooks
 
 from infinity.checkpoint.save_pretrained import revert_of, write_configs
 from infinity.checkpoint.tensor_names import Tensors
-from infinity.durable.records import ModelRecord
+from infinity.durable.generation_body import ModelRecord
 from infinity.errors import ManifestError
 from infinity.state.layer_tiles import places_of
 

@@ -29,17 +29,17 @@ from infinity.checkpoint.from_portable import offload_from_copy
 from infinity.checkpoint.generation import StoredGeneration, newest_stored_generation, open_stores
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
-from infinity.durable.records import parse_body
+from infinity.durable.generation_body import parse_body
 from infinity.errors import ManifestError, PlanError, ResumeError
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.manifest import read_manifest
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
-from infinity.runtime.tiles import tile_as
-from infinity.runtime.track_and_commit import commit
+from infinity.runtime.commit_api import commit
+from infinity.runtime.experts import tile_as
 from infinity.sharded.rank_agreement import Tell, meeting
-from infinity.sharded.stores import (
+from infinity.sharded.rank_stores import (
     counts_in,
     ranks_text,
     remove_rank_stores,
@@ -48,7 +48,8 @@ from infinity.sharded.stores import (
     stores_in,
 )
 from infinity.state.moments import OptimizerName
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
+from infinity.state.training_step import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def resume(
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
+    tokens: int | StepFacts | None = None,
     step: int | None = None,
     folder: str | Path | None = None,
     faults: Sequence[_native.Fault] = (),
@@ -89,6 +91,7 @@ def resume(
         device: as for infinity.offload.
         optimizer: as for infinity.offload.
         accumulation_steps: as for infinity.offload.
+        tokens: as for infinity.offload.
         faults: as for infinity.offload.
         step: step of the generation to resume from (see `infinity checkpoint list`); default: the newest complete
             generation.
@@ -104,9 +107,8 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as for infinity.offload.
     """
-    return resume_on(
-        model, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults), step=step, folder=folder
-    )
+    terms = OffloadArguments.of(config, device, optimizer, accumulation_steps, faults, tokens)
+    return resume_on(model, terms, step=step, folder=folder)
 
 
 def resume_on(
@@ -118,7 +120,7 @@ def resume_on(
     if folder is not None or not config.nvme.paths or config.commit_every == 0:
         return offload.resume(model, terms, step=step, folder=folder)
     with ExitStack() as held:
-        with meeting(config.nvme.deadline_s) as tell:
+        with meeting(config.ranks_deadline_s) as tell:
             source = _source(config, step, tell, held)
         if source is None:
             return offload.resume(model, terms, step=step)

@@ -24,6 +24,7 @@ _DTYPE_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 Piece = tuple[str, int, torch.Tensor]

@@ -24,7 +24,7 @@ from infinity.access.exact import exact_value
 from infinity.checkpoint.atomic_directory import put, written_aside
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import buffers
+from infinity.durable import module_buffers
 from infinity.errors import ModelError
 from infinity.runtime.gathered import gathered
 
@@ -93,7 +93,7 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
-    state |= dict(buffers.named(model))
+    state |= dict(module_buffers.named(model))
     read = [p for module in _read_by_peft(model) for p in module.parameters()]
     with _gathered(roots, read):
         chosen = {id(tensor) for _, tensor in _picked(model, state)}

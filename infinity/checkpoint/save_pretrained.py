@@ -22,7 +22,7 @@ from infinity.checkpoint.safetensors_writer import Piece, index_name, write_inde
 from infinity.checkpoint.save_adapters import is_peft_model, save_adapters, to_save
 from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import buffers
+from infinity.durable import module_buffers
 from infinity.errors import ModelError, printable
 from infinity.io import atomic_file
 from infinity.units.unit import OffloadedUnit
@@ -168,7 +168,7 @@ class ModelTensors:
 
     def values(self) -> Iterator[list[Piece]]:
         for unit in self.coordinator.units:
-            with self.coordinator.taking([unit.index]):
+            with self.coordinator.taking(self._read_for(unit)):
                 yield self._tensor_names.pieces(
                     {name: self._value(name, p) for name, p in self._parameters(unit).items()}
                 )
@@ -178,6 +178,10 @@ class ModelTensors:
         """Return the parameters of a unit, by their names in the model."""
         return unit.parameters
 
+    def _read_for(self, unit: OffloadedUnit) -> list[int]:
+        """Return the indices of the units whose values are needed for the tensors of a unit."""
+        return [unit.index]
+
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         """Return the value of a parameter whose unit is gathered."""
         if name in self._wide:
@@ -185,7 +189,7 @@ class ModelTensors:
         return self._given[name]().float() if name in self._given else parameter.detach()
 
     def _buffers(self) -> Tensors:
-        return dict(buffers.named(self.model))
+        return dict(module_buffers.named(self.model))
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:

@@ -21,10 +21,10 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.quoting import quoted
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
-TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
-"""Content of layouts.yaml, whose comments describe its parts."""
+TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("dataset_layouts.yaml").read_text(encoding="utf-8"))
+"""Content of dataset_layouts.yaml, whose comments describe its parts."""
 ROLES: dict[str, str] = {each: role for role, names in TABLE["roles"].items() for each in (role, *names)}
 """Roles of chat templates, by the names that datasets have for them."""
 _SHAREGPT = {"from": "role", "value": "content"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from infinity import _native
 from infinity.checkpoint.generation import open_stores
-from infinity.cli.pins import generations_with, let_go, unpin
+from infinity.cli.generation_pins import generations_with, let_go, unpin
 from infinity.errors import (
     ConfigError,
     DamagedFileError,
@@ -25,14 +25,14 @@ from infinity.errors import (
 )
 from infinity.integrations.checkpoint_folders import remove_empty
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
+from infinity.io.generation_pins import GenerationPin, read_pins
 from infinity.io.generation_scan import GenerationDamage, extents_of, verify
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Manifest, SwapFileHeader, read_kept
-from infinity.io.pins import GenerationPin, read_pins
 from infinity.io.rank_paths import is_rank_path
 from infinity.io.store import SwapStore
 from infinity.ranks.paths import rank_paths
-from infinity.sharded.stores import counts_in, parts_of, remove_rank_stores, steps_of
+from infinity.sharded.rank_stores import counts_in, parts_of, remove_rank_stores, steps_of
 from infinity.sizes import format_bytes
 
 _BUFFER_BYTES = 32 << 20

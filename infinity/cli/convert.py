@@ -13,7 +13,7 @@ from infinity.cli.deepspeed.conversion_report import report, swap_text, values_o
 from infinity.config import load_config
 from infinity.errors import ConfigError, printable
 from infinity.files import replacing, require_replaceable
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
 
 def convert(options: argparse.Namespace) -> None:

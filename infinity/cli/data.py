@@ -29,7 +29,7 @@ import torch
 from infinity.cli.batches import TokenBatch
 from infinity.cli.documents import Document, NotTextError, Text, documents, find_files, of_option
 from infinity.cli.packing import pack
-from infinity.cli.records import LossOn, PreferencePair, TrainingExample
+from infinity.cli.training_examples import LossOn, PreferencePair, TrainingExample
 from infinity.errors import ConfigError, printable
 from infinity.quoting import quoted
 

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from infinity.cli.fields import in_trl_format
-from infinity.cli.records import LossOn, PreferencePair, TrainingExample, pair_of, text_or_example
-from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
+from infinity.cli.bad_rows import BadRows
+from infinity.cli.dataset_rows import in_trl_format
+from infinity.cli.table_files import TABLES, is_saved_dataset, rows_of
+from infinity.cli.training_examples import LossOn, PreferencePair, TrainingExample, pair_of, text_or_example
 from infinity.errors import ConfigError, printable
 
 Text = Iterator[str]
@@ -121,7 +122,7 @@ def documents(
     """Yield the documents of a file.
 
     A text file is one document. Each row of a .jsonl file, of a table or of a saved dataset is a document, which
-    fields.py and records.py convert.
+    dataset_rows.py and training_examples.py convert.
 
     Args:
         path: the file or the directory of a saved dataset.
@@ -133,8 +134,8 @@ def documents(
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may already have been yielded.
-        ConfigError: the file cannot be read; the method learns pairs but the file has no rows; or a row has an unknown
-            layout (the error names file:line).
+        ConfigError: the file cannot be read; the method learns pairs but the file has no rows; or rows cannot be used,
+            for example because their layout is unknown. The error names file:line of the first rows.
     """
 
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
@@ -146,19 +147,28 @@ def documents(
         yield _text_pieces(path)
         return
     chat = bool(getattr(tokenizer, "chat_template", None))
-    for where, record in _rows(path):
-        row = in_trl_format(record, where, columns, chat=chat)
-        found: str | TrainingExample | PreferencePair = (
-            text_or_example(row, where, tokenizer, loss_on)
-            if method == "sft"
-            else pair_of(row, where, tokenizer, method)
-        )
-        unread(row.unread)
-        yield found if not isinstance(found, str) else pieces(io.StringIO(found).read)
+    bad = BadRows()
+    for where, record in bad.until_enough(_rows(path)):
+        try:
+            if isinstance(record, ConfigError):
+                raise record
+            row = in_trl_format(record, where, columns, chat=chat)
+            found: str | TrainingExample | PreferencePair = (
+                text_or_example(row, where, tokenizer, loss_on)
+                if method == "sft"
+                else pair_of(row, where, tokenizer, method)
+            )
+        except ConfigError as error:
+            bad.add(where, error)
+            continue
+        if not bad:
+            unread(row.unread)
+            yield found if not isinstance(found, str) else pieces(io.StringIO(found).read)
+    bad.refuse()
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file, each with its place (file:line)."""
+    """Yield the rows of a file, each with its place (file:line). A line that is no row is yielded as a ConfigError."""
     if _ending(path) in _LINES:
         yield from _json_lines(path)
         return
@@ -328,14 +338,17 @@ def _list(path: Path) -> list[Any]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a .jsonl file, each with its place."""
+    """Yield the rows of a .jsonl file, each with its place; a ConfigError for a line that is no row."""
     for number, line in enumerate(_lines(path), 1):
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
             raise ConfigError(
                 f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; divide its text among several lines"
             )
-        record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
+        try:
+            record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
+        except ConfigError as error:
+            record = error
         if record is not None:
             yield where, record
 
@@ -375,5 +388,7 @@ def _json(text: str | bytes, where: str, form: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ConfigError(f"{where}: not usable: lists or objects are nested too deeply") from None
+    except json.JSONDecodeError as error:  # its own line number is that within one line of the file
+        raise ConfigError(f"{where}: not valid JSON at character {error.pos + 1}: {error.msg}; {form}") from None
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}; {form}") from None

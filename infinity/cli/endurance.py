@@ -6,10 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from infinity.base.small_files import number_in
+from infinity.files import nearest
+from infinity.io.disks import disk_under
 
 _NVME_UNIT_BYTES = 512_000  # size of one of NVMe's "data units"
 _ENDURANCE_READABLE_PERCENT = 5  # if a smaller percentage is used, the estimate of the rated bytes is too coarse
@@ -66,3 +69,14 @@ def parse_smartctl(report: object) -> Endurance | None:
         return None
     written = count * _NVME_UNIT_BYTES
     return Endurance(written, used, written * 100 // used if used >= _ENDURANCE_READABLE_PERCENT else None)
+
+
+def endurance_bytes(paths: Sequence[Path]) -> float:
+    """Return the rated endurance of all drives together in bytes, from the drives' own counters.
+
+    The result is 0 if a drive does not report its endurance.
+    """
+    disks = [disk_under(nearest(path)).members for path in paths]
+    told = [endurance_of(members[0].name) if members else None for members in disks]
+    rated = [wear.rated_bytes or 0 if wear is not None else 0 for wear in told]
+    return sum(rated) if all(rated) else 0

@@ -6,19 +6,19 @@ import argparse
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from infinity.base.accelerator import current_device
-from infinity.cli import finetuned_model, job, limits, run_directory, tracing, trainer_arguments, verifying
+from infinity.cli import finetuned_model, job, model_limits, run_directory, tracing, verifying
 from infinity.cli.batches import TokenBatch
-from infinity.cli.command import command
-from infinity.cli.config_checks import require_ready
+from infinity.cli.config_checks import require_new_store, require_ready, require_whole_store
 from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
-from infinity.cli.finetune_options import FinetuneOptions
+from infinity.cli.finetune_options import SCHEDULES, FinetuneOptions
 from infinity.cli.finished_run import finish, nothing_to_go_on_with
+from infinity.cli.loading import loading
 from infinity.cli.optimizers import moments_of
 from infinity.cli.order import SequenceSampler
 from infinity.cli.output import OutputDirectory, require_disjoint
@@ -28,8 +28,9 @@ from infinity.cli.run_data import RunData, read
 from infinity.cli.run_ranks import RunRank, follow, gather_values, joined, lead, meeting
 from infinity.cli.run_report import RunReport, write_report
 from infinity.cli.stopping import stop_when_asked
+from infinity.cli.streams import interruptible_imports
+from infinity.cli.suggested_command import command
 from infinity.cli.tokenizer import load_tokenizer
-from infinity.cli.training import FinetuneRun
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
     ConfigError,
@@ -43,10 +44,13 @@ from infinity.errors import (
 )
 from infinity.io.headers import header_in
 from infinity.ranks.paths import rank_path
+from infinity.runtime.commit_api import commit
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
-from infinity.runtime.track_and_commit import commit
 from infinity.sharded.rank_agreement import Tell
+
+if TYPE_CHECKING:
+    from infinity.cli.training import FinetuneRun
 
 
 def finetune(options: argparse.Namespace) -> int:
@@ -109,18 +113,18 @@ def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStac
     owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
     require_ready(config)
+    if world.count == 1:
+        _require_store(config, options, resuming=resuming)
     _require_model(options.model, resuming=resuming)
     verifying.require_possible(options)
     named = finetuned_model.named(options)
     tokenizer = load_tokenizer(options.model, **named)
     torch.manual_seed((options.seed + world.rank) % 2**64)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     data = read(options, tokenizer, disk, held)
     for note in data.notes:
         print(note)
     print(data.summary, flush=True)
-    limits.require_fit(options.model, options.sequence_length, data.largest_token, **named)
+    model_limits.require_fit(options.model, options.sequence_length, data.largest_token, **named)
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
     return _CheckedJob(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
@@ -147,8 +151,12 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
         held: exit stack that removes the run's temporary directory and closes the reference model.
     """
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
+    # TRL takes long to import, so the data are read first
+    with loading("libraries"), interruptible_imports():
+        from infinity.cli.training import FinetuneRun
     try:
-        model, reference = finetuned_model.load(options, config, resuming=begun.resuming)
+        with loading("model"):
+            model, reference = finetuned_model.load(options, config, resuming=begun.resuming)
     except StoreNotEmptyError as error:
         raise _holds_a_run(config) from error
     try:
@@ -192,6 +200,21 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
     return int(max(tell("the end", late or stopped)))
 
 
+def _require_store(config: SwapConfig, options: FinetuneOptions, *, resuming: bool) -> None:
+    """Check that the store can be opened. Opening it makes the same checks again, after half a minute of imports.
+
+    Raises:
+        StoreNotEmptyError, StoreLockedError, ResumeError, SwapIOError: the store cannot be opened.
+    """
+    try:
+        if not resuming or options.from_checkpoint is not None:
+            require_new_store(config)
+        else:
+            require_whole_store(config)
+    except StoreNotEmptyError as error:
+        raise _holds_a_run(config) from error
+
+
 def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     """Return the error for nvme.paths that contain the generations of an earlier run.
 
@@ -199,9 +222,10 @@ def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     """
     paths = config.nvme.paths
     return StoreNotEmptyError(
-        f"{printable(paths[0])} contains the generations of an earlier run. To resume it: "
-        f"`{command('finetune', '--resume', paths[0])}`. To remove it: `{command('checkpoint', 'remove', *paths)}`. Or "
-        "name another directory in nvme.paths."
+        f"{printable(paths[0])} contains the generations of an earlier run\n"
+        f"to resume it: `{command('finetune', '--resume', paths[0])}`\n"
+        f"to remove it: `{command('checkpoint', 'remove', *paths)}`\n"
+        "or name another directory in nvme.paths"
     )
 
 
@@ -406,4 +430,7 @@ def _check(options: FinetuneOptions, config: SwapConfig) -> None:
     tracing.check(options)
     finetuned_model.check(options)
     run_directory.check(options)
-    trainer_arguments.check(options)
+    if options.trainer or options.min_lr or options.schedule not in SCHEDULES:
+        with interruptible_imports():  # TRL takes long to import, and may refuse only these options
+            from infinity.cli import trainer_arguments
+        trainer_arguments.check(options)

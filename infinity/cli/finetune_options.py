@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from infinity.cli.fields import DATA_HELP, column
+from infinity.cli.dataset_rows import DATA_HELP, column
 from infinity.cli.options import (
     DEFAULT_DTYPE,
     DTYPE_NAMES,
@@ -33,7 +33,6 @@ from infinity.cli.options import (
     word,
 )
 from infinity.cli.trainer_options import CONFIGS, OURS, Given, take
-from infinity.sizes import THREADS_MAX
 from infinity.state.moments import OptimizerName
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -204,9 +203,6 @@ class _TrainingOptions:
         1.0,
     )
     seed: int = argument("default 0", whole(0, SEED_MAX), 0)
-    threads: int | None = argument(
-        "number of torch's compute threads; default: torch's choice", whole(1, THREADS_MAX), **_PROCESS
-    )
     verify_output: bool = argument(
         "load the output with plain transformers, and compare its logits with those of the trained model", **_PROCESS
     )
@@ -227,12 +223,14 @@ class _TrainedPartOptions:
         "dropout of the adapters' inputs (default 0)", number(0, 0.99), metavar="P", needs="lora"
     )
     lora_targets: list[str] | None = argument(
-        "layers that get adapters, such as q_proj v_proj (default: all linear layers except the head)",
+        "layers that get adapters, such as q_proj v_proj (default: all linear layers except the head, and in "
+        "mixtures of experts those of attention)",
         text,
         nargs="+",
         metavar="NAME",
         needs="lora",
     )
+    lora_experts: bool = argument("train adapters of the experts of a mixture, too", needs="lora")
     merge: bool = argument(
         "write one model in place of the adapters: the base model, with the adapters merged into it",
         needs="lora",

@@ -22,12 +22,13 @@ import transformers
 from torch import nn
 
 from infinity.checkpoint.from_portable import offload_from_checkpoint
-from infinity.checkpoint.load import load_pretrained, require_directory_or_id
+from infinity.checkpoint.load_pretrained import load_pretrained, require_directory_or_id
 from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
 from infinity.checkpoint.reshard import resume
 from infinity.checkpoint.save_adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.checkpoint.save_adapters import is_peft_model
 from infinity.checkpoint.save_pretrained import save_pretrained
+from infinity.cli.adapter_targets import ALL_LINEAR, share_of_experts, targets
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.reference_model import ReferenceModel
@@ -36,9 +37,8 @@ from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.quoting import quoted, raised
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics, trained_of
+from infinity.state.training_step import BatchShape, StepFacts
 
-ALL_LINEAR = "all-linear"
-"""PEFT's name for all linear layers except the head. In a mixture of experts, the name includes the experts."""
 NEEDS_PEFT = '--lora needs PEFT: pip install "infinity-offload[hf]"'
 _NAMED_MAX = 5
 
@@ -147,6 +147,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     """
     passes = 1 if config.vertical else options.gradient_accumulation
     made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
+    made["tokens"] = _step_of(options, passes)
     how: dict[str, Any] = {"dtype": DTYPES[options.dtype], **named(options)}
     if options.method == "reward":
         kind, more = class_of(options)
@@ -171,7 +172,8 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
         begin = partial(_offload_from, copy)
     if refers:
         reference = ReferenceModel(load_pretrained(options.model, config, defer=True, **how))
-        reference.offload_beside(model, config, begin, made)
+        step = made.pop("tokens")
+        reference.offload_beside(model, config, begin, made | {"step": step})
         return model, reference
     model = begin(model, config, **made)
     if options.merge:
@@ -183,6 +185,13 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     return model, None
 
 
+def _step_of(options: FinetuneOptions, passes: int) -> StepFacts:
+    """Return the batch of a step, with the longest sequences that it may have. DPO and reward models get pairs."""
+    sequences = options.batch_size * (1 if options.method == "sft" else 2)
+    count = options.gradient_accumulation * options.micro_batches
+    return StepFacts(BatchShape(sequences, options.sequence_length, count // passes, passes))
+
+
 def _offload_from(copy: Path, model: Any, config: SwapConfig, **made: Any) -> Any:
     return offload_from_checkpoint(model, copy, config, **made)
 
@@ -191,12 +200,17 @@ def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
     assert options.lora is not None
-    targets = options.lora_targets or ALL_LINEAR
+    chosen = targets(model, experts=options.lora_experts)
+    of_attention = chosen["target_modules"]
+    if options.lora_targets is not None:
+        chosen["target_modules"] = ALL_LINEAR if options.lora_targets == [ALL_LINEAR] else options.lora_targets
+    elif not options.lora_experts and (share := share_of_experts(model)):
+        print(f"adapters: none for the experts, which are {share:.0%} of the parameters (--lora-experts)", flush=True)
     lora = LoraConfig(
         r=options.lora,
         lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
         lora_dropout=options.lora_dropout or 0.0,
-        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        **chosen,
         task_type="SEQ_CLS" if options.method == "reward" else "CAUSAL_LM",
         revision=options.revision,
     )
@@ -208,9 +222,12 @@ def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
             made = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         if lora.lora_dropout and "lora_dropout" in str(error):
+            fix = "leave out --lora-experts"
+            if not options.lora_experts:
+                fix = f"exclude the experts: --lora-targets {' '.join(of_attention)}"
             raise ConfigError(
                 f"--lora-dropout {lora.lora_dropout:g}: PEFT has no dropout for adapters of experts. Leave it out, or "
-                f"exclude the experts: --lora-targets {' '.join(sorted(linear - {'lm_head'}))}"
+                f"{fix}"
             ) from error
         has = f"its linear layers are called {', '.join(sorted(linear))}" if linear else "it has no linear layers"
         raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error

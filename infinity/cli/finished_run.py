@@ -20,14 +20,14 @@ from pydantic import ValidationError
 
 from infinity import files
 from infinity.checkpoint.save_adapters import CONFIG_NAME as ADAPTERS_NAME
-from infinity.cli.command import command
+from infinity.cli.suggested_command import command
 from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, generations_in, remove_store_of
 from infinity.io.headers import members_of
 from infinity.io.schema import Count, DiskRecord, Name, first_problem
 from infinity.io.store import now
-from infinity.sharded.stores import remove_rank_stores, stores_of
+from infinity.sharded.rank_stores import remove_rank_stores, stores_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,12 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
             file=sys.stderr,
         )
         return
-    print(printable(f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it)"))
+    print(
+        printable(
+            f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it); its file "
+            f"{FINISHED_NAME} tells a later --resume where the output is, and a new run there removes the file"
+        )
+    )
 
 
 def _remove(run: str, paths: Sequence[Path]) -> int:

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from infinity.base.accelerator import current_device
-from infinity.checkpoint.load import load_config_of, load_pretrained
+from infinity.checkpoint.load_pretrained import load_config_of, load_pretrained
 from infinity.cli import finetuned_model
-from infinity.cli.arguments import GenerateOptions
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import default_dtype, dtype_line
-from infinity.cli.limits import positions_of
+from infinity.cli.model_limits import positions_of
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_needed
 from infinity.cli.rerun_command import form_of
 from infinity.cli.streams import OutputStream
+from infinity.cli.subcommands import GenerateOptions
 from infinity.cli.text_generation import SamplingSettings, prompt_ids, write
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
 from infinity.config import SwapConfig, load_config
@@ -69,19 +69,16 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: OutputStream
     how = finetuned_model.named(options)
     if base != options.model and revision is not None and options.revision is None:
         how |= {"revision": revision}
-    if options.threads:
-        torch.set_num_threads(options.threads)
     of_adapters = base != options.model and has_tokenizer(Path(options.model).expanduser())
     tokenizer = load_tokenizer(options.model if of_adapters else base, **how)
     ids = _prompt(options, tokenizer)
     most = _most(base, ids.shape[1], options.max_tokens, how)
+    drawing = SamplingSettings(options.temperature, options.seed or 0) if options.temperature else None
     began = time.monotonic()
     with _offloaded(base, options, config, how) as model:
         _say(f"the weights were loaded after {time.monotonic() - began:.1f} s")
         began, before = time.monotonic(), statistics(model).read_bytes
-        written = write(
-            model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
-        )
+        written = write(model, ids, tokenizer, most, drawing, streamer=_streamer(tokenizer), stop=lambda: _lost(out))
         ends = tokenizer.all_special_ids
         took, read = max(time.monotonic() - began, 1e-9), statistics(model).read_bytes - before
         _say(
@@ -109,12 +106,6 @@ def _lost(out: OutputStream) -> bool:
 
 def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
-
-
-def _drawing(options: argparse.Namespace) -> SamplingSettings | None:
-    if not options.temperature:
-        return None
-    return SamplingSettings(options.temperature, options.top_p, options.top_k, options.seed or 0)
 
 
 def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:

@@ -14,22 +14,22 @@ from typing import Any
 
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.portable import STATE_NAME, PortableCopy
-from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
 from infinity.cli.finetune_options import FinetuneOptions, ResumeRole, defaults
 from infinity.cli.options import option, options_of
 from infinity.cli.run_ranks import RunRank
+from infinity.cli.suggested_command import command
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.trainer_options import Given
 from infinity.config import SwapConfig, load_config
-from infinity.durable.records import parse_body
+from infinity.durable.generation_body import parse_body
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
 from infinity.ranks.paths import rank_path
 from infinity.sharded.rank_agreement import Tell
-from infinity.sharded.stores import furthest_in, ranks_text, steps_of
+from infinity.sharded.rank_stores import furthest_in, ranks_text, steps_of
 
 NAME = "finetune"
 """Name of the tracked object that contains a run's options."""

@@ -13,10 +13,10 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
 from infinity.cli.streams import INTERRUPTED, OutputStream, interruptible_imports, output_streams
+from infinity.cli.subcommands import build_parser
 from infinity.cli.trainer_options import require_of_method
 from infinity.errors import (
     ConfigError,
@@ -27,7 +27,7 @@ from infinity.errors import (
     StoreLockedError,
     StoreNotEmptyError,
 )
-from infinity.quoting import one_line
+from infinity.quoting import one_line, with_ways
 
 _OF_FINETUNE = ("trl", "datasets")
 _SWAP_CONFIG_FIRST = ". Give the swap config first, then the script: infinity run swap.yaml train.py"
@@ -100,6 +100,8 @@ def _run(arguments: Sequence[str] | None, out: OutputStream) -> int:
     _require_possible(options)
     _require_libraries()
     out.begin_run()
+    if os.environ.get("RANK", "0") == "0":  # the other ranks print nothing (run_ranks.py: joined)
+        print("loading libraries, which may take a minute", flush=True)
     with interruptible_imports():
         from infinity.cli.finetune import finetune
 
@@ -169,9 +171,10 @@ def _fail(error: Exception, code: int) -> int:
     if os.environ.get("INFINITY_DEBUG"):
         raise error
     memory = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, InfinityError)
-    what = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length." if memory else str(error)
+    exhausted = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length."
+    what = one_line(exhausted) if memory else with_ways(error)
     who = f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    print(f"{who}error: {one_line(what)}", file=sys.stderr)
+    print(f"{who}error: {what}", file=sys.stderr)
     return code
 
 

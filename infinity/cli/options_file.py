@@ -17,7 +17,7 @@ from infinity.cli.trainer_options import OURS, names, require_passed_on
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
 from infinity.quoting import quoted
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
 _FILE_BYTES_MAX = 1 << 20
 _TEXTS = (types.name, types.path, types.text, types.word)

@@ -12,7 +12,7 @@ import torch
 from infinity.cli.batches import TokenBatch
 from infinity.cli.data import NOT_LEARNED, PackedDataset
 from infinity.cli.documents import Document
-from infinity.cli.records import PreferencePair
+from infinity.cli.training_examples import PreferencePair
 
 
 @dataclass(frozen=True)

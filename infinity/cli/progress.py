@@ -62,7 +62,7 @@ class PlainProgress:
         self._every = every
         self._every_s = every_s
         self._last = float("-inf")
-        self._began = time.monotonic()
+        self._first: tuple[int, float] | None = None
         self._lines: list[str] = []
         self._writing = False
 
@@ -74,12 +74,14 @@ class PlainProgress:
 
     def update(self, facts: StepFacts) -> None:
         now = time.monotonic()
+        first, began = self._first = self._first or (facts.step, now)  # the first step is slower than the others
         due = now - self._last >= self._every_s if self._every is None else facts.step % self._every == 0
         if not due and facts.step not in (1, self._total):
             return
         self._last = now
-        left = (now - self._began) / facts.step * (self._total - facts.step)
-        self.say(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s")
+        done, more = facts.step - first, self._total - facts.step
+        left = f"  left {(now - began) / done * more:.0f} s" if done else ""
+        self.say(f"step {facts.step}/{self._total}  {facts.line()}{left}")
 
     def say(self, text: str) -> None:
         """Print a line.

@@ -17,7 +17,7 @@ from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.integrations.checkpoint_folders import remove_empty
 from infinity.integrations.script_run import ScriptRun
-from infinity.io.rank_paths import is_rank_path
+from infinity.io.rank_paths import place_of
 from infinity.runtime.offload import close
 
 _READ_NUMEL = 1 << 20
@@ -82,7 +82,7 @@ class ReferenceModel:
         """Close the reference model and remove its store. All ranks call this."""
         places = registry.coordinator_of(self.model).directories
         close(self.model, discard=True)
-        remove_empty(each.parent if is_rank_path(each) else each for each in places)
+        remove_empty(map(place_of, places))
 
 
 def _digest_of(model: nn.Module) -> str:

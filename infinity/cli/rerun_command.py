@@ -9,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.command import command
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.job import RunOrigin, values_of
 from infinity.cli.options import FROZEN_NAMES
+from infinity.cli.suggested_command import command
 from infinity.config import SwapConfig
 from infinity.files import read_regular
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
 OPTIONS_NAME = "run.yaml"
 CONFIG_NAME = "swap.yaml"

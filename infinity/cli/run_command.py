@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from infinity.cli.command import command
-from infinity.cli.config_checks import require_ready
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
+from infinity.cli.suggested_command import command
 from infinity.config import load_config
 from infinity.errors import ConfigError, InfinityError, ResumeError, StoreLockedError, StoreNotEmptyError, cause_of
-from infinity.quoting import one_line
-from infinity.runtime.pins import generation_of
+from infinity.integrations.deepspeed_errors import refuse_argument
+from infinity.quoting import one_line, with_ways
 
 _NEEDS_NO_TRACEBACK = (ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError)
 """Errors whose message says what to change outside the script, or which command to run."""
+_NAME = "infinity: "
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,26 +28,44 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         The exit code. 2: the swap config, its directories, the script or the checkpoint folder cannot be used, or the
-            script needs a feature that infinity does not have. 130: Ctrl-C, which prints one line. 0: success.
+            script needs a feature that infinity does not have. 130: Ctrl-C, which prints one message. 0: success.
     """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-    with _speaking(logging.INFO if options.verbose else logging.WARNING, f"{who}%(message)s"):
+    with _speaking(logging.INFO if options.verbose else logging.WARNING, who):
         return _run(options, who, several=several)
 
 
+class _NamedLines(logging.Formatter):
+    """A formatter whose records begin with infinity's name, because they stand among the output of a script.
+
+    Args:
+        who: text before each record.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._who + (text if text.lstrip().startswith(_NAME) else _NAME + text)
+
+
 @contextmanager
-def _speaking(level: int, line: str) -> Iterator[None]:
+def _speaking(level: int, who: str) -> Iterator[None]:
     """Print infinity's log records to stderr until the end of the `with` block.
 
     The handler is added to infinity's own logger, because the root logger belongs to the script.
 
     Args:
         level: lowest level of the records that are printed.
-        line: format of a line.
+        who: beginning of each record: the rank, or "" for a single process.
     """
     ours, handler = logging.getLogger("infinity"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(line))
+    handler.setFormatter(_NamedLines(who))
+    # The message about a script that ended early says which steps are repeated, and how to go on.
+    handler.addFilter(lambda record: not hasattr(record, "step_to_repeat"))
     before = ours.level, ours.propagate
     ours.addHandler(handler)
     ours.setLevel(level)
@@ -64,22 +82,30 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
     try:
         if options.config.suffix == ".py":
             raise ConfigError(f"{options.config} is a script: give the swap config first, infinity run CONFIG SCRIPT")
+        refuse_argument(options.arguments)
         config = load_config(options.config)
-        if options.resume is not None and not several:  # if there are several ranks, they are not connected yet
-            generation_of(options.resume, config)
         if not options.script.is_file():
             raise ConfigError(f"the script {options.script} does not exist: infinity run CONFIG SCRIPT [ARGS...]")
+        with interruptible_imports():  # these import torch
+            from infinity.cli.config_checks import require_ready, require_whole_store
+            from infinity.integrations.launcher import launch
+            from infinity.runtime.pins import generation_of
+        if options.resume is not None and not several:  # if there are several ranks, they are not connected yet
+            marker = generation_of(options.resume, config)
+            if marker.portable is None:
+                require_whole_store(config)
         require_ready(config)
     except InfinityError as error:
         return _refuse(error, who)
-    with interruptible_imports():
-        from infinity.integrations.launcher import launch
     before = command("run", "--resume")  # the script changes sys.argv
     after = shlex.join(map(str, (options.config, options.script, *options.arguments)))
 
+    def resuming(folder: str) -> str:
+        return f"`{before} {shlex.quote(folder)} {after}`"
+
     try:
-        launch(config, options.script, options.arguments, options.resume, lambda it: f"`{before} {it} {after}`")
-    except KeyboardInterrupt:  # a line that names the durable generation was already printed
+        launch(config, options.script, options.arguments, options.resume, resuming)
+    except KeyboardInterrupt:  # a message that names the durable generation was already printed
         if os.environ.get("INFINITY_DEBUG"):
             raise
         return INTERRUPTED
@@ -92,7 +118,7 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
 
 
 def _refuse(error: InfinityError, who: str) -> int:
-    print(f"{who}error: {one_line(str(error))}", file=sys.stderr)
+    print(f"{who}error: {with_ways(error)}", file=sys.stderr)
     return 2
 
 

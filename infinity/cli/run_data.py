@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.data import PackedDataset, SequenceDataset, split
-from infinity.cli.fields import by_name
+from infinity.cli.dataset_rows import by_name
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.pairs import PairDataset
 from infinity.errors import ConfigError, printable

@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import EvaluationLoss, best_of
 from infinity.cli.ownership_mark import DirectoryOwner
 from infinity.errors import ConfigError, printable
 from infinity.sizes import format_bytes
 
+TRAINER_STATE_NAME, PREFIX_CHECKPOINT_DIR = "trainer_state.json", "checkpoint"
+"""Names of transformers.trainer and transformers.trainer_utils, whose imports take many seconds."""
 _NAME_CHARS = 48
 
 

@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded import rank_agreement
 from infinity.sharded.rank_agreement import Tell
-from infinity.sharded.stores import ranks_text
+from infinity.sharded.rank_stores import ranks_text
 
 _WAIT_S = 24 * 3600.0
 """Seconds for which ranks wait for a rank that is still running.
@@ -47,9 +47,6 @@ class RunRank:
 
     def __str__(self) -> str:
         return ranks_text(self.count)
-
-
-ALONE = RunRank()
 
 
 def gather_values(model: nn.Module, what: str, value: Any) -> list[Any]:

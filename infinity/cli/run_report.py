@@ -36,6 +36,7 @@ _STALLS: dict[Cause, str] = {
     "update": "waiting: updates",
     "room": "waiting: room",
     "gradient": "landing gradients",
+    "activation": "activations",
     "step": "optimizer step",
     "commit": "commit",
 }
@@ -44,15 +45,19 @@ assert set(_STALLS) == set(CAUSES)
 
 @dataclass(frozen=True)
 class RunReport:
-    """Figures of a run.
+    """Losses of a run, and figures of the steps that one process has done.
 
-    Figures per step are means over the steps of this process. The first step learns the order of the units, and is left
-    out if there are other steps.
+    Times, bytes and updates are those of the measured steps. The first step of a process learns the order of the units,
+    and is measured only if there is no other step. Losses and skipped steps are those of the whole run, with the steps
+    before a resume.
 
     Attributes:
+        steps: number of steps of the run, with the steps before the resume.
+        first_step: the first step of this process; `steps` + 1 if it has done none.
+        first_measured_step: the first measured step.
+        skipped_steps: number of steps that were skipped.
         first_loss: the first finite loss; nan if there is none.
         last_loss: mean of the last `last_steps` finite losses; nan if there is none.
-        warm_up: whether the figures are those of the first step, which is slower, because there was no other step.
         step_s: seconds per step.
         stall_s: seconds of stalls per step by cause (base/timeline.py: Cause), measured with the host's clock.
         compute_s: seconds per step without stalls. With a GPU these are the seconds of the step minus `device_idle_s`,
@@ -64,6 +69,7 @@ class RunReport:
             including frozen parameters. The bytes are counted.
         planned_bytes_per_parameter: the value of bytes_per_parameter that the plan predicts if no weights are cached
             between passes and no updates are undone.
+        read_bytes, written_bytes: bytes that the I/O engine moved in the measured steps.
         io_bound_s: lower bound of a step by I/O: seconds per step in which the I/O engine was busy.
         compute_bound_s: lower bound of a step by the processors (see processors_alone).
         efficiency: the larger bound / step_s.
@@ -79,6 +85,8 @@ class RunReport:
     """
 
     steps: int
+    first_step: int
+    first_measured_step: int
     skipped_steps: int
     first_loss: float
     last_loss: float
@@ -102,13 +110,17 @@ class RunReport:
     updates: UpdateCounts
     engine: str
     device: str
-    warm_up: bool
     parameters: int
     trained_parameters: int
     data: str
     notes: list[str]
     evaluations: list[EvaluationLoss]
     again: str
+
+    @property
+    def _uncounted(self) -> str:
+        """Words for bytes that the plan does not count: activations, if some moved."""
+        return "no activations, " if self.stall_s["activation"] else ""
 
     def _idle_row(self) -> list[tuple[str, str]]:
         """Return the row of the GPU's idle time; without a GPU the list is empty.
@@ -131,6 +143,8 @@ class RunReport:
         if best is None:
             return []
         first, last = finite[0], finite[-1]
+        if first is last:
+            return [("held-out loss", f"{last.loss:.4f} after step {last.step}")]
         return [
             (
                 "held-out loss",
@@ -145,8 +159,10 @@ class RunReport:
         rows = [
             (
                 "steps",
-                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}"
-                + (f" (mean of the last {self.last_steps})" if self.last_steps > 1 else ""),
+                f"{_span(1, self.steps)} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → "
+                f"{self.last_loss:.4f}"
+                + (f" (mean of the last {self.last_steps})" if self.last_steps > 1 else "")
+                + (f"; after the resume: {_span(self.first_step, self.steps)}" if self.first_step > 1 else ""),
             ),
             *self._trained_row(),
             ("data", self.data),
@@ -154,8 +170,12 @@ class RunReport:
             *self._evaluation_row(),
             (
                 "time per step",
-                f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
-                + (" (one step only, with its warm-up)" if self.warm_up else ""),
+                f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s; this and the lines below are of "
+                + (
+                    f"step {self.steps}, with its warm-up"
+                    if self.first_measured_step == self.first_step
+                    else f"steps {_span(self.first_measured_step, self.steps)}, after the warm-up"
+                ),
             ),
             ("  compute", f"{self.compute_s:.3f} s"),
             *self._idle_row(),
@@ -163,13 +183,13 @@ class RunReport:
             (
                 "moved per parameter",
                 f"{self.bytes_per_parameter:.1f} B per step, counted; planned {self.planned_bytes_per_parameter:.1f} B "
-                "(no weights cached between passes, and no discarded updates)",
+                f"(no weights cached between passes, {self._uncounted}and no discarded updates)",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
                 "updates of blocks",
-                f"{self.updates.early} begun during backward, {self.updates.late} with the step, {self.updates.undone} "
-                f"discarded{why}",
+                f"{self.updates.early} begun during backward, {self.updates.late} with the step; {self.updates.undone} "
+                f"begun during backward were discarded and done again{why}",
             ),
             (
                 "peak memory",
@@ -186,52 +206,57 @@ class RunReport:
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
 
 
+def _span(first: int, last: int) -> str:
+    return f"{first}–{last}" if first < last else str(last) if first == last else f"none after {last}"
+
+
 def make_report(
     facts: Sequence[StepFacts],
+    done: int,
     before: Statistics,
     after: Statistics,
-    skipped_steps: int,
-    losses: Sequence[float],
     *,
-    warm_up: bool,
     data: str = "",
     notes: Sequence[str] = (),
     evaluations: Sequence[EvaluationLoss] = (),
     again: str = "",
 ) -> RunReport:
-    """Make the report of the steps between two snapshots of the counters.
+    """Make the report of the steps of this process.
 
-    `facts` has the figures of the steps between the snapshots `before` and `after`. `losses` has the losses of all
-    steps of the run. `warm_up` says whether the first step of the process is one of `facts`. The other arguments are
-    attributes of the report.
+    `facts` has the figures of all steps of the run, of which this process has not done the first `done`. `before` and
+    `after` are the counters before and after the measured steps. The other arguments are attributes of the report.
     """
-    steps = max(len(facts), 1)
-    seconds = sum(fact.seconds for fact in facts) / steps
+    mine = facts[done:]
+    measured = mine[1:] or mine
+    steps = max(len(measured), 1)
+    seconds = sum(fact.seconds for fact in measured) / steps
     stalls: dict[Cause, float] = {cause: (after.stall_s[cause] - before.stall_s[cause]) / steps for cause in CAUSES}
     idle = (after.device_idle_s - before.device_idle_s) / steps
     compute = max(seconds - (sum(stalls.values()) if after.device == "cpu" else idle), 0.0)
     adam = (after.adam_s - before.adam_s) / steps
-    moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
+    read, written = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
     busy = (after.io_busy_s - before.io_busy_s) / steps
     compute_bound = processors_alone(seconds, compute, adam, device=after.device)
-    finite = [loss for loss in losses if math.isfinite(loss)]
+    finite = [fact.loss for fact in facts if math.isfinite(fact.loss)]
     last = finite[1:][-_LAST:] or finite
     return RunReport(
-        steps=len(losses),
-        skipped_steps=skipped_steps,
+        steps=len(facts),
+        first_step=done + 1,
+        first_measured_step=len(facts) - len(measured) + 1,
+        skipped_steps=sum(fact.skipped for fact in facts),
         first_loss=finite[0] if finite else math.nan,
         last_loss=sum(last) / len(last) if last else math.nan,
         last_steps=len(last),
-        tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
+        tokens_per_s=sum(fact.tokens for fact in measured) / max(seconds * steps, 1e-9),
         step_s=seconds,
         compute_s=compute,
         device_idle_s=idle,
         stall_s=stalls,
         adam_s=adam,
-        bytes_per_parameter=moved / max(after.numel, 1),
+        bytes_per_parameter=(read + written) / steps / max(after.numel, 1),
         planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.numel, 1),
-        read_bytes=after.read_bytes,
-        written_bytes=after.written_bytes,
+        read_bytes=read,
+        written_bytes=written,
         io_bound_s=busy,
         compute_bound_s=compute_bound,
         efficiency=max(busy, compute_bound) / max(seconds, 1e-9),
@@ -241,7 +266,6 @@ def make_report(
         updates=UpdateCounts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
         engine=after.engine,
         device=after.device,
-        warm_up=warm_up,
         parameters=after.numel,
         trained_parameters=after.trainable_numel,
         data=data,

@@ -23,9 +23,9 @@ from infinity.cli.trainer import FinetuneTrainerMixin
 from infinity.errors import printable
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.quoting import raised
+from infinity.runtime.commit_api import finish_commit
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
-from infinity.runtime.track_and_commit import finish_commit
 
 _STAY = "the step is skipped and the weights do not change"
 

@@ -22,18 +22,14 @@ class TextGenerationError(ModelError):
 class SamplingSettings:
     """Settings for random sampling of tokens by their probability.
 
-    If a setting is None, the value in the model's generation_config.json is used, or the default of transformers.
+    All other settings, such as top_p, have the values in the model's generation_config.json.
 
     Attributes:
         temperature: divisor of the logits, positive.
-        top_p: each token is drawn from the likeliest tokens, whose probabilities add up to this number.
-        top_k: each token is drawn from this number of the likeliest tokens.
         seed: seed of torch's generator.
     """
 
     temperature: float
-    top_p: float | None = None
-    top_k: int | None = None
     seed: int = 0
 
 
@@ -111,8 +107,6 @@ def write(
         settings.update(temperature=None, top_p=None, top_k=None)
     else:
         settings.temperature = drawing.temperature
-        settings.top_p = settings.top_p if drawing.top_p is None else drawing.top_p
-        settings.top_k = settings.top_k if drawing.top_k is None else drawing.top_k
         torch.manual_seed(drawing.seed % 2**64)
     try:
         found = model.generate(

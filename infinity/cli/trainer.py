@@ -15,11 +15,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
-from transformers.trainer import TRAINER_STATE_NAME
 
 from infinity.cli.data import SequenceDataset
 from infinity.cli.order import DataFingerprint, SequenceSampler
-from infinity.cli.run_directory import folder_of
+from infinity.cli.run_directory import TRAINER_STATE_NAME, folder_of
 from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
 from infinity.durable import rng
@@ -28,7 +27,7 @@ from infinity.integrations.patch_table import FINETUNE, POINTS
 from infinity.integrations.patches import require_there
 from infinity.integrations.transformers import TrainerMixin
 from infinity.quoting import raised
-from infinity.ranks.exchange import is_peer_error, peer_errors
+from infinity.ranks.collective_queue import is_peer_error, peer_errors
 
 _TRACKED = (
     *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infinity.cli import job, limits, tracing, trackers
+from infinity.cli import job, model_limits, tracing, trackers
+from infinity.cli.evaluation_callback import EvaluationCallback, prompts_of
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.finetuned_model import save_model
 from infinity.cli.history import RunHistory
@@ -24,7 +25,6 @@ from infinity.cli.run_data import RunData
 from infinity.cli.run_directory import is_whole
 from infinity.cli.run_ranks import RunRank, gather_values
 from infinity.cli.run_report import RunReport, make_report
-from infinity.cli.samples import EvaluationCallback, prompts_of
 from infinity.cli.step_watch import StepCallback
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.trainer import FinetuneTrainerMixin
@@ -32,14 +32,15 @@ from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_ra
 from infinity.cli.trainers import TRAINERS
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, ModelError
-from infinity.integrations import ranks
+from infinity.integrations import distributed_data_parallel
 from infinity.integrations.chunked_loss import use_chunked_loss
 from infinity.integrations.patches import Patches
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.quoting import raised
+from infinity.runtime.auto_tile_tokens import tile_tokens_of_plan
+from infinity.runtime.commit_api import track
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import statistics
-from infinity.runtime.track_and_commit import track
 
 
 class FinetuneRun:
@@ -86,13 +87,15 @@ class FinetuneRun:
         self.durable = statistics(model).plan.placement.commit_every > 0
         self._data = data
         self._world = world
-        limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        model_limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
         if options.method == "reward":  # the head reads the last token that is not padding
             model.config.get_text_config().pad_token_id = _padding_of(tokenizer)
         self.model_config = copy.deepcopy(vars(model.config))
         model.config.use_cache = False
         if options.method == "sft":
             use_chunked_loss(model)
+        together = options.micro_batches * (options.gradient_accumulation if config.vertical else 1)
+        tile_tokens_of_plan(model, options.batch_size * data.tokens_each, together)
         if data.shares_sequences:
             require_separates(model)
         self._prompts = prompts_of(options, model, tokenizer, chat=data.has_chats)
@@ -194,7 +197,7 @@ class FinetuneRun:
             progress = open_progress(self.steps, self.options.log_every)
             held.enter_context(progress)
             stop = held.enter_context(stop_when_asked(progress.say, f"stopping after this step; {promise}"))
-            ranks.replace_ddp(held.enter_context(Patches()))
+            distributed_data_parallel.replace_ddp(held.enter_context(Patches()))
             if self._world.speaks:
                 place = Path(self._trainer.args.output_dir)
                 for each in held.enter_context(trackers.opened(self.options, self.origin.run, place, self.done)):
@@ -225,6 +228,7 @@ class FinetuneRun:
                 unsaved = gather_values(self.model, "whether the step's model is missing", self._is_unsaved())[0]
                 self._trainer.go_on(folder, evaluate=self._is_unevaluated(), save=unsaved)
             if self.done < self.steps:
+                progress.say(f"the first step begins: about {self._step_tokens:,} tokens")  # it can take minutes
                 self._trainer.train(resume_from_checkpoint=str(folder) if self.done else None)
             else:
                 self._trainer.end_trackers()
@@ -252,28 +256,23 @@ class FinetuneRun:
         return list(self._trainer.failed.values())
 
     def report(self) -> RunReport:
-        """Return the report about the steps of this process, without the first step.
+        """Return the report: losses of all steps, and times and bytes of the steps of this process without the first.
 
-        If this process did only one step, the report is about this step, and includes the step's complete update.
+        If this process did only one step, the times are those of this step, and include the step's complete update.
         Otherwise an update may run during the next step, and then counts for the next step.
         """
         assert self._watch is not None
-        mine, now = self.history.facts[self._before :], self._watch.now
-        alone = len(mine) == 1
-        if alone:
+        facts, before, now = self.history.facts, self._watch.first, self._watch.now
+        if len(facts) == self._before + 1:
             began = time.perf_counter()
             synchronize(self.model)
-            mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
-            now = statistics(self.model)
-        measured, before = (mine, self._watch.began) if alone else (mine[1:], self._watch.first)
-        losses = [fact.loss for fact in self.history.facts]
+            facts = [*facts[:-1], replace(facts[-1], seconds=facts[-1].seconds + time.perf_counter() - began)]
+            before, now = self._watch.began, statistics(self.model)
         return make_report(
-            measured,
+            facts,
+            self._before,
             before,
             now,
-            self._optimizer.skipped_steps,
-            losses,
-            warm_up=alone,
             data=self._data.summary,
             notes=self._data.notes,
             evaluations=self.history.evaluations,

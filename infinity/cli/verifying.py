@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.checkpoint.load import load_config_of
+from infinity.checkpoint.load_pretrained import load_config_of
 from infinity.checkpoint.merged_adapters import computing_merged
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.finetuned_model import class_of, named, with_saved_adapters
@@ -45,6 +45,11 @@ def require_possible(options: FinetuneOptions) -> None:
     """
     if not (options.verify_output and _has_adapters(options)):
         return
+    if options.lora_experts:
+        raise NotAvailableError(
+            "--verify-output compares bits, and PEFT rounds adapters of experts in another order than infinity: leave "
+            "--verify-output out, or give --merge"
+        )
     config = load_config_of(options.model, **named(options))
     if getattr(config, "quantization_config", None) is not None:
         raise NotAvailableError(

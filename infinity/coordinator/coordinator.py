@@ -26,13 +26,13 @@ from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.base.timeline import Timeline
 from infinity.coordinator.counters import ModelCounters
 from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.coordinator.masters_before_write import MastersBeforeWrite
 from infinity.coordinator.readers import ParameterReaders
 from infinity.coordinator.transition import transition
-from infinity.coordinator.written_masters import WrittenMasters
 from infinity.durable import rng
 from infinity.durable.commits import Commits, facts_of
-from infinity.durable.optimizers import CheckpointableOptimizer, ModelOptimizers
-from infinity.durable.records import GenerationBody
+from infinity.durable.generation_body import GenerationBody
+from infinity.durable.registered_optimizers import CommittedOptimizer, RegisteredOptimizers
 from infinity.durable.tracked_objects import Stateful
 from infinity.errors import (
     InfinityError,
@@ -46,12 +46,13 @@ from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import Extent
 from infinity.plan.plan import Plan
-from infinity.sharded.parts_opening import open_broadcast, open_fetch_rules, open_gradients, open_pool
+from infinity.sharded.rank_dependent_parts import open_broadcast, open_fetch_rules, open_gradients, open_pool
 from infinity.state.codec import Codec, encode
-from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterPlace, Unit
+from infinity.state.update_request import GroupUpdate
 from infinity.tiers import state_parts
+from infinity.tiers.activations import MovedTensor
 from infinity.tiers.home import StateHome
 from infinity.tiers.resources import ModelResources
 from infinity.units.arrivals import BackwardPasses
@@ -61,8 +62,9 @@ from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
 from infinity.units.pump import UpdatePump
 from infinity.units.released_parameters import ParameterLender, released_class, way_out
-from infinity.units.shadows import ShadowMemory
-from infinity.units.speculation_choice import PredictableOptimizer, SpeculationChoice, TimedChoice
+from infinity.units.resident_gradients import ResidentSums
+from infinity.units.speculation_choice import SpeculationChoice, StepPredictor, TimedSpeculationChoice
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
@@ -71,7 +73,7 @@ from infinity.units.weights import Residency
 logger = logging.getLogger(__name__)
 
 
-class CoordinatedOptimizer(CheckpointableOptimizer, PredictableOptimizer, Protocol):
+class CoordinatedOptimizer(CommittedOptimizer, StepPredictor, Protocol):
     """Optimizer with all methods that the coordinator calls."""
 
 
@@ -104,7 +106,7 @@ class Coordinator(ParameterLender):
         units: Sequence[Unit],
         parameters: Sequence[dict[str, nn.Parameter]],
         resources: ModelResources,
-        optimizers: ModelOptimizers[CoordinatedOptimizer],
+        optimizers: RegisteredOptimizers[CoordinatedOptimizer],
         commits: Commits,
     ) -> None:
         self.resources = resources
@@ -121,10 +123,10 @@ class Coordinator(ParameterLender):
         self.rewritten: set[str] = set()
         self.saved_wide: frozenset[str] = frozenset()
         self.saved_from: Mapping[str, Callable[[], torch.Tensor]] = {}
-        self.masters = WrittenMasters()
+        self.masters = MastersBeforeWrite()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
-        self._heap = HeapTrimmer(resources.plan.budgets.limits.ram)
+        self.heap = HeapTrimmer(resources.plan.budgets.limits.ram)
         self._owners = {
             id(parameter): (unit.index, name)
             for unit, named in zip(units, parameters, strict=True)
@@ -133,7 +135,8 @@ class Coordinator(ParameterLender):
         self.staying = frozenset(unit.index for unit in units if unit.stays)
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
         released, shadows = released_class(self), _open_shadows(shards, resources)
-        gradients = [UnitGradients(each.full, groups_of(each.local, resources)) for each in shards]
+        sums = ResidentSums(None if resources.device is None else resources.device.scratch)
+        gradients = [UnitGradients(each.full, groups_of(each.local, resources, sums)) for each in shards]
         self.units = [
             OffloadedUnit(
                 each, ParameterViews(each.full, named, released), homes, of_unit, self.timeline, self.health, shadows
@@ -143,7 +146,7 @@ class Coordinator(ParameterLender):
         self.shards = shards
         self.passes = BackwardPasses([each.arrivals for each in gradients])
         self.update_queue = UpdateQueue(resources, shadows)
-        timed = None if resources.device is None else TimedChoice()
+        timed = None if resources.device is None else TimedSpeculationChoice()
         self.speculation_choice = SpeculationChoice(resources.plan.placement.updates.overlap, timed)
         pool, fetches = open_pool(resources, shards), open_fetch_rules(resources)
         self.fetcher = Fetcher(self.units, resources, self.update_queue, self.timeline, pool, fetches)
@@ -178,7 +181,7 @@ class Coordinator(ParameterLender):
         return self.readers.passing
 
     def give_masters(self, names: Iterable[str]) -> None:
-        """Mark parameters as set by load_state_dict (WrittenMasters.give)."""
+        """Mark parameters as set by load_state_dict (MastersBeforeWrite.give)."""
         self.masters.give(names)
 
     def supersede(self) -> None:
@@ -375,6 +378,10 @@ class Coordinator(ParameterLender):
         self.gradients.synchronize()
         return self.gradients.sum_squares(places)
 
+    def gradient_is_zero(self, place: ParameterPlace) -> bool:
+        """Return whether a parameter has a gradient that arrived as zeros without memory."""
+        return place.spec.name in self.gradients.of(place).zeros
+
     @transition
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
         """Begin the updates of a decided step.
@@ -501,9 +508,14 @@ class Coordinator(ParameterLender):
     def _fetch(self, unit: OffloadedUnit) -> None:
         self.require_usable()
         self.pump.advance()
-        self._heap.used(unit.full.weight_bytes)
+        self.heap.check()
         with self._failing_if_cut_off:
             self.fetcher.fetch(unit)
+
+    @transition
+    def expect(self, indices: Iterable[int], among: Collection[int]) -> None:
+        """Fetch these units next, ahead of their uses, and none of the other units in `among` (VisitTrace.expect)."""
+        self.fetcher.expect(indices, among)
 
     @transition
     def end_use(self, index: int) -> None:
@@ -524,7 +536,45 @@ class Coordinator(ParameterLender):
     @transition
     def end_reading(self) -> None:
         self.readers.end_reading()
-        self._close_if_nobody_reads()
+        try:
+            if self.resources.activations is not None and not self.health.closed:
+                with self._failing_if_cut_off:
+                    self.resources.activations.end_forward()
+        finally:
+            self._close_if_nobody_reads()
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether tensors that a forward keeps for its backward may rest in RAM or on NVMe (`keep_activation`)."""
+        return self.resources.activations is not None
+
+    @transition
+    def keep_activation(self, tensor: torch.Tensor) -> MovedTensor | None:
+        """Keep a tensor that autograd saves in the tier of activations. Return None if the tensor stays where it is.
+
+        Raises:
+            SwapIOError: a disk has no room for the tensor.
+        """
+        tier = self.resources.activations
+        if tier is None or self.health.closed:
+            return None
+        with self._failing_if_cut_off, self.timeline.stall("activation"):
+            return tier.keep(tensor)
+
+    @transition
+    def activation(self, moved: MovedTensor) -> torch.Tensor:
+        """Return a tensor that `keep_activation` moved, for this thread's stream.
+
+        Raises:
+            InfinityError: the model is closed.
+            SwapIOError: the tensor was lost.
+        """
+        self.health.require_open()
+        tier = self.resources.activations
+        if tier is None:
+            raise AssertionError("a moved tensor without its tier")
+        with self._failing_if_cut_off, self.timeline.stall("activation"):
+            return tier.back(moved)
 
     @transition
     def module_call_ended(self) -> None:
@@ -570,6 +620,8 @@ class Coordinator(ParameterLender):
         self.pump.advance()
         left = self.fetcher.hold(indices)
         with self._failing_if_cut_off:
+            if self.resources.activations is not None and not self.health.closed:
+                self.resources.activations.advance()
             if not self.passes.spanning:
                 self.gradients.backward_left(left)
                 self._completed(self.gradients.take_completed())
@@ -735,7 +787,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def enter(self, optimizer: CoordinatedOptimizer) -> None:
-        """Register an optimizer, so that every commit keeps its state (ModelOptimizers.enter)."""
+        """Register an optimizer, so that every commit keeps its state (RegisteredOptimizers.enter)."""
         self.optimizers.enter(optimizer, self.commits.resumed)
 
     @transition
@@ -745,12 +797,12 @@ class Coordinator(ParameterLender):
 
     @transition
     def require_disjoint(self, optimizer: object, names: set[str]) -> None:
-        """Check that no other optimizer has some of these parameters (ModelOptimizers.require_disjoint)."""
+        """Check that no other optimizer has some of these parameters (RegisteredOptimizers.require_disjoint)."""
         self.optimizers.require_disjoint(optimizer, names)
 
     @transition
     def require_entered(self, optimizer: object) -> None:
-        """Check that no other optimizer has replaced this one (ModelOptimizers.require_entered)."""
+        """Check that no other optimizer has replaced this one (RegisteredOptimizers.require_entered)."""
         self.optimizers.require_entered(optimizer)
 
     @transition
@@ -974,11 +1026,11 @@ class Coordinator(ParameterLender):
     def residual_after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """Return the residual of changed weights (WrittenMasters.after_write)."""
+        """Return the residual of changed weights (MastersBeforeWrite.after_write)."""
         return self.masters.after_write(name, old, new, residual, given)
 
     def write_ended(self) -> None:
-        """Forget which parameters load_state_dict set, after a write (WrittenMasters.written)."""
+        """Forget which parameters load_state_dict set, after a write (MastersBeforeWrite.written)."""
         self.masters.written()
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -1041,7 +1093,7 @@ class Coordinator(ParameterLender):
         self.commits.end(self.steps, broken=broken)
 
 
-def _open_shadows(shards: Sequence[Shard], resources: ModelResources) -> ShadowMemory:
+def _open_shadows(shards: Sequence[Shard], resources: ModelResources) -> SpeculativeUpdateBuffers:
     in_ram = [shards[index].local for index in sorted(resources.plan.placement.weights.in_ram)]
     sizes = [unit.home_bytes for unit in in_ram if unit.trained_whole]
-    return ShadowMemory(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)
+    return SpeculativeUpdateBuffers(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

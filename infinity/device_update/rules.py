@@ -18,27 +18,48 @@ from typing import NamedTuple
 import torch
 
 from infinity import _native
+from infinity.device_update.kernels import Kernels
 
 CHUNK_NUMEL = 1 << 22
 """Elements that are updated at a time."""
 
 
+SCRATCH_ITEMSIZE = 24
+"""Bytes of temporary memory per element that is updated at a time."""
+
+
 class Scratch:
     """Temporary memory for the update of up to `numel` elements, which later updates reuse.
-
-    Its size is 16 bytes per element, and 8 more with `wide_root`.
 
     Args:
         device: device of the states.
         numel: number of elements; updates of more elements run in chunks of `numel` elements.
         wide_root: compute square roots in double and round them to fp32, for a device whose fp32 roots are not
             correctly rounded.
+        kernels: kernels that update elements in one pass, without temporary memory; None: torch operations.
+        memory: memory to use, uint8 [SCRATCH_ITEMSIZE × numel] on the device; None: new memory.
+
+    Attributes:
+        numel, kernels: see above.
+        memory: the memory.
     """
 
-    def __init__(self, device: torch.device, numel: int = CHUNK_NUMEL, *, wide_root: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        numel: int = CHUNK_NUMEL,
+        *,
+        wide_root: bool = False,
+        kernels: Kernels | None = None,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self.numel = numel
-        self.p, self.g, self.t, self.u = torch.empty(4, numel, dtype=torch.float32, device=device)
-        self._wide = torch.empty(numel, dtype=torch.float64, device=device) if wide_root else None
+        self.kernels = kernels
+        if memory is None:
+            memory = torch.empty(SCRATCH_ITEMSIZE * numel, dtype=torch.uint8, device=device)
+        self.memory = memory
+        self.p, self.g, self.t, self.u = memory[: 16 * numel].view(torch.float32).view(4, numel)
+        self._wide = memory[16 * numel :].view(torch.float64) if wide_root else None
 
     def root(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Compute the square roots of fp32 values. Return `out`."""

@@ -76,15 +76,17 @@ class DeviceStates:
 def update_on_device(states: DeviceStates, segments: Sequence[_native.Segment], scratch: Scratch) -> torch.Tensor:
     """Do one optimizer step in place, to the bits of _native.optimizer_update (except for the payload of NaNs).
 
-    The step is queued on the current stream: 20 to 30 operations for each segment, or for each chunk of
-    `scratch.numel` elements of a longer segment. With AdamW, split16 and bf16 gradients, these operations together move
-    194 bytes per element. A gradient scale other than 1 adds 8 bytes, and a wide root 32.
+    The step is queued on the current stream. With `scratch.kernels` it is one kernel for each segment, which moves 26
+    bytes per element (AdamW, split16 and bf16 gradients). Otherwise it is 20 to 30 operations for each segment, or for
+    each chunk of `scratch.numel` elements of a longer segment. These operations together move 194 bytes per element. A
+    gradient scale other than 1 adds 8 bytes, and a wide root 32.
 
     Args:
         states: states of all elements. Elements outside all segments are not changed, and neither are the elements of
             segments with `skip`.
         segments: hyperparameters by ranges of elements, sorted.
-        scratch: temporary memory on the device of the states, whose form of root `ArithmeticCheck` has found right.
+        scratch: temporary memory on the device of the states, whose kernels or form of root `ArithmeticCheck`
+            has found right.
 
     Returns:
         bool [], on the device: whether all new masters and moments are finite.
@@ -102,12 +104,13 @@ def update_on_device(states: DeviceStates, segments: Sequence[_native.Segment], 
         for moment in ("exp_avg", "exp_avg_sq"):
             if each is not None and getattr(each, f"uses_{moment}") and getattr(states, moment) is None:
                 raise ValueError(f"rule '{each.rule}' uses {moment}, which is None")
+    wanted = [(s.begin, s.end, each) for s, each in zip(segments, constants, strict=True) if each is not None]
+    if scratch.kernels is not None:
+        return scratch.kernels.update(states, wanted)
     extremes: list[torch.Tensor] = []
-    for segment, each in zip(segments, constants, strict=True):
-        if each is None:
-            continue
-        for begin in range(segment.begin, segment.end, scratch.numel):
-            part = itemgetter(slice(begin, min(begin + scratch.numel, segment.end)))
+    for first, end, each in wanted:
+        for begin in range(first, end, scratch.numel):
+            part = itemgetter(slice(begin, min(begin + scratch.numel, end)))
             extremes += _update_part(states.map(part), each, scratch)
     if not extremes:
         return torch.ones((), dtype=torch.bool, device=states.weight.device)

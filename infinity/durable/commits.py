@@ -20,14 +20,14 @@ from typing import Any
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
 from infinity.durable.commit_pace import CommitSchedule
+from infinity.durable.generation_body import GenerationBody, ModelRecord
 from infinity.durable.generation_maker import GenerationMaker
-from infinity.durable.optimizers import ModelOptimizers
-from infinity.durable.records import GenerationBody, ModelRecord
+from infinity.durable.registered_optimizers import RegisteredOptimizers
 from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.durable.tracked_objects import LoopState, Stateful, TrackedObjects
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
-from infinity.io.engine import Transfer
+from infinity.io.engine import BackgroundWork, Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import wait_all
 from infinity.tiers.resources import ModelResources
@@ -87,7 +87,7 @@ class Commits:
     def __init__(
         self,
         resources: ModelResources,
-        optimizers: ModelOptimizers[Any],
+        optimizers: RegisteredOptimizers[Any],
         maker: GenerationMaker,
         model: ModelRecord,
         buffers: Callable[[], dict[str, Any]],
@@ -205,15 +205,15 @@ class Commits:
         return self._resources.generations
 
     def _write_dirty(self) -> None:
-        generations, store = self._require_generations(), self._resources.require_store()
-        writes, moved = [], []
+        generations = self._require_generations()
+        writes: list[BackgroundWork] = []
+        moved = []
         try:
             for home in self._resources.homes():
                 if home.dirty:
-                    extent = home.stored()
-                    copy = generations.copy_to_write(extent)
-                    writes.append(store.write(extent, home.view(), io_class="states", copy_index=copy))
+                    copy = generations.copy_to_write(home.stored())
                     moved.append((home, copy))
+                    writes.append(home.save(self._resources, copy))
         finally:
             wait_all(writes)
         for home, copy in moved:
@@ -471,6 +471,7 @@ class Commits:
                 "the loop was left by an exception: step %d is not committed, the newest generation is %s",
                 step,
                 self.newest if self.newest is not None else "none",
+                extra={"step_to_repeat": step},  # `infinity run` prints a longer message in place of this one
             )
 
 

@@ -1,4 +1,4 @@
-"""Makers of generations: a single process, or all ranks together (sharded/shared_generation_maker.py)."""
+"""Makers of generations: a single process, or all ranks together (sharded/multi_rank_generation_maker.py)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class GenerationMaker(Protocol):
         """If all ranks are known to have made the newest generation, remove older generations before a step."""
 
 
-class LocalGenerationMaker:
+class SingleProcessGenerationMaker:
     """GenerationMaker of a single process."""
 
     agrees_on_pace = False

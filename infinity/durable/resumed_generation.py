@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 
 from infinity.durable import rng
-from infinity.durable.records import GenerationBody, OptimizerRecord
+from infinity.durable.generation_body import GenerationBody, OptimizerRecord
 from infinity.durable.tracked_objects import Stateful, is_data
 from infinity.errors import ResumeError, printable
 

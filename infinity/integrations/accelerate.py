@@ -25,7 +25,7 @@ from infinity.errors import ResumeError
 from infinity.integrations.checkpoint_folders import CheckpointFolderSave, is_at, pins_for, unpinning_removed_folders
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.script_run import ScriptRun
-from infinity.io.pins import folder_path, require_marker
+from infinity.io.generation_pins import folder_path, require_marker
 from infinity.runtime.deferred_parameters import is_deferred
 from infinity.runtime.memory_fit import fits_memory
 

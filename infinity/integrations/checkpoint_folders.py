@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from infinity.access.generation_pinning import agree
 from infinity.access.opening import pins_in_store
-from infinity.access.pinning import agree
 from infinity.checkpoint.atomic_directory import sync_tree
 from infinity.checkpoint.from_portable import offload_from_checkpoint
 from infinity.checkpoint.pinned import make_room_for_pin
@@ -27,10 +27,10 @@ from infinity.coordinator import registry
 from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
-from infinity.io.pins import PinMarker, read_pins
+from infinity.io.generation_pins import PinMarker, read_pins
 from infinity.io.rank_paths import place_of
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class CheckpointFolderSave:
             name_vanished(model)
             for freed in make_room_for_pin(model, folder):
                 if registry.coordinator_of(model).world.leads:
-                    logger.warning("infinity: %s now contains a portable copy of its optimizer states", freed)
+                    logger.info("infinity: %s now contains a portable copy of its optimizer states", freed)
         else:
             logger.warning(
                 "infinity: %s will contain weights and no optimizer states: commit_every is 0, so there are no "

@@ -29,14 +29,14 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infinity.base.fork import in_this_process
-from infinity.checkpoint.load import CheckpointTensors, scratch_directory
+from infinity.checkpoint.load_pretrained import CheckpointTensors, scratch_directory
 from infinity.checkpoint.safetensors_reader import names_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError, ResumeError
 from infinity.integrations.checkpoint_folders import is_at
 from infinity.integrations.script_run import ScriptRun
-from infinity.io.pins import folder_path, require_marker
+from infinity.io.generation_pins import folder_path, require_marker
 from infinity.runtime.deferred_parameters import defer, is_deferred
 from infinity.runtime.offload import move_buffers
 
@@ -115,7 +115,7 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """
         key = self.swap.model_dump_json()
         if key not in _runs:
-            _runs[key] = ScriptRun(self.swap)
+            _runs[key] = ScriptRun(self.swap, lambda folder: f"`InfinityConfig(..., resume={folder!r})`")
         return _runs[key]
 
     def close(self) -> None:

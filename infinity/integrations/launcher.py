@@ -14,9 +14,17 @@ from types import ModuleType
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.integrations import accelerate, checkpoint_folders, deepspeed, models, optimizers, ranks, strategy
-from infinity.integrations.leftover_hint import Resuming, no_command
+from infinity.integrations import (
+    accelerate,
+    checkpoint_folders,
+    deepspeed_errors,
+    distributed_data_parallel,
+    from_pretrained,
+    optimizers,
+    strategy,
+)
 from infinity.integrations.patches import Patches
+from infinity.integrations.resume_hint import Resuming, by_trainer
 from infinity.integrations.script_end import script_end
 from infinity.integrations.script_run import ScriptRun
 
@@ -31,7 +39,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
         script: path of the script.
         arguments: arguments of the script.
         resume: checkpoint folder; the trained model is offloaded from the generation that this folder names.
-        resuming: function that returns the command that resumes the script from a checkpoint folder.
+        resuming: function that returns how the script resumes from a checkpoint folder.
 
     Raises:
         all exceptions of the script.
@@ -43,7 +51,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 
 
 @contextmanager
-def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming = no_command) -> Iterator[ScriptRun]:
+def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming = by_trainer) -> Iterator[ScriptRun]:
     """During the `with` block, offload the models that libraries load, each at its first use, and use infinity's
     optimizers for these models. At the end of the block, the models are closed. `resume` and `resuming` are
     as for launch().
@@ -55,8 +63,8 @@ def installed(config: SwapConfig, resume: Path | None = None, resuming: Resuming
         _one_device()
         with Patches() as patches:
             optimizers.replace_optimizers(run, patches)
-            models.replace_loading(run, patches)
-            ranks.replace_ddp(patches)
+            from_pretrained.replace_loading(run, patches)
+            distributed_data_parallel.replace_ddp(patches)
             strategy.replace_strategies(run, patches)
             strategy.replace_fabric(run, patches)
             patches.wrap(shutil, "rmtree", checkpoint_folders.removing(run.alive))
@@ -87,10 +95,10 @@ def _patch_imports(run: ScriptRun, patches: Patches) -> None:
 
     acts: dict[str, Callable[[ModuleType], None]] = {
         "transformers": _require_transformers_5,
-        "transformers.generation.utils": partial(ranks.replace_generating, patches),
-        "transformers.training_args": partial(deepspeed.refuse_arguments, patches),
+        "transformers.generation.utils": partial(distributed_data_parallel.replace_generating, patches),
+        "transformers.training_args": partial(deepspeed_errors.refuse_arguments, patches),
         "transformers.trainer": replace_training,
-        "accelerate.utils.dataclasses": partial(deepspeed.refuse_plugin, patches),
+        "accelerate.utils.dataclasses": partial(deepspeed_errors.refuse_plugin, patches),
         "accelerate.accelerator": partial(accelerate.replace_preparing, run, patches),
     }
     for name, act in acts.items():

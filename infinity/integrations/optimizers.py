@@ -13,7 +13,7 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
 from infinity.integrations.checkpoint_folders import CheckpointFolderSave
-from infinity.integrations.own_modules import holder_of
+from infinity.integrations.module_of_optimizer import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.saving import give_saving
 from infinity.integrations.script_messages import log_kept_optimizer

@@ -26,7 +26,7 @@ from infinity.integrations.infinity_config import run_of
 from infinity.integrations.optimizers import optimizer_for
 from infinity.integrations.script_run import ScriptRun
 from infinity.integrations.transformers import saves_states, tell
-from infinity.io.pins import folder_path
+from infinity.io.generation_pins import folder_path
 from infinity.optim.adamw import AdamW
 from infinity.optim.groups import GroupedOptimizer
 from infinity.runtime.pins import unpin

@@ -19,11 +19,23 @@ logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head"
 """Name of the module that is never quantized."""
+_READ_HERE = ("compressed-tensors", "fp8", "mxfp4")
+"""Methods of quantization whose checkpoints infinity reads if a script asks transformers to decode them."""
 
 
 def is_left_to_transformers(quantization: Any) -> bool:
-    """Return whether a quantization_config asks transformers to decode the weights while it loads them."""
-    return bool(_value(quantization, "dequantize"))
+    """Return whether a quantization_config asks transformers to decode the weights while it loads them.
+
+    infinity reads some forms itself: transformers computes the size of the blocks of FP8 from the shapes, and would
+    decode all weights of the model before the first step.
+    """
+    return bool(_value(quantization, "dequantize")) and not _is_decoded_here(quantization)
+
+
+def _is_decoded_here(quantization: Any) -> bool:
+    """Return whether a quantization_config asks for the decoded weights of a checkpoint whose form infinity reads."""
+    method = _value(quantization, "quant_method")
+    return bool(_value(quantization, "dequantize")) and str(getattr(method, "value", method)) in _READ_HERE
 
 
 def form_of(quantization: Any) -> FrozenName | None:
@@ -33,12 +45,12 @@ def form_of(quantization: Any) -> FrozenName | None:
         quantization: the quantization_config of from_pretrained: an object of transformers, or its dict.
 
     Returns:
-        The form; None if the script asks for no quantization.
+        The form; None if the script asks for no quantization, or for the decoded weights of a checkpoint.
 
     Raises:
-        NotAvailableError: the quantization_config is not for bitsandbytes.
+        NotAvailableError: the quantization_config is another one, and not for bitsandbytes.
     """
-    if quantization is None:
+    if quantization is None or _is_decoded_here(quantization):
         return None
     method = _value(quantization, "quant_method")
     if method is not None and str(getattr(method, "value", method)) != "bitsandbytes":

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.coordinator import registry
-from infinity.integrations.ranks import ranks_of
+from infinity.integrations.distributed_data_parallel import ranks_of
 from infinity.runtime.deferred_parameters import is_deferred
 from infinity.runtime.guards import UncopyableHook
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
+from infinity.base.machine_facts import processor, slow_dtype
 from infinity.coordinator import registry
 from infinity.errors import printable
-from infinity.integrations.own_modules import WORTH_NUMEL
+from infinity.integrations.module_of_optimizer import WORTH_NUMEL
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.statistics import trained_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def say(model: nn.Module, *, trained: bool) -> None:
@@ -37,6 +41,11 @@ def say(model: nn.Module, *, trained: bool) -> None:
         if plan.budgets.limits.in_place
         else f"{format_bytes(plan.device_bytes)} of device memory and {format_bytes(plan.host_bytes)} of RAM",
     )
+    dtypes = {group.dtype for unit in units for group in unit.groups}
+    if trained and plan.budgets.limits.in_place:  # the model computes on the CPU
+        for name in (name for dtype, name in _NAMES.items() if dtype in dtypes):
+            if slow := slow_dtype(name, processor().flags):
+                logger.warning("infinity: %s", slow)
 
 
 def log_nothing_offloaded() -> None:

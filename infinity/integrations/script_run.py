@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.access.pinning import agree
+from infinity.access.generation_pinning import agree
 from infinity.base.accelerator import current_device
-from infinity.checkpoint.load import scratch_directory
+from infinity.checkpoint.load_pretrained import scratch_directory
 from infinity.checkpoint.save_adapters import is_peft_model
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
@@ -31,9 +31,9 @@ from infinity.integrations.checkpoint_folders import (
     remove_left,
     resume_from_folder,
 )
-from infinity.integrations.leftover_hint import Resuming, held_by_an_earlier_run, log_leftovers, no_command
 from infinity.integrations.memory_shares import MemoryClaim, MemoryShares, naming_the_shares
 from infinity.integrations.quantization import QuantizedForms
+from infinity.integrations.resume_hint import Resuming, by_trainer, held_by_an_earlier_run, log_leftovers
 from infinity.integrations.saving import give_saving, take_saving
 from infinity.integrations.script_messages import log_nothing_offloaded, say
 from infinity.io.directory import parts_text
@@ -45,6 +45,7 @@ from infinity.runtime.offload import close, offload
 from infinity.runtime.reoffload import as_it_was, undo_offload
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
+from infinity.state.training_step import StepFacts
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class TrainingFacts:
 
     Attributes:
         accumulation_steps: backward passes before a step.
+        step: the batch of a step, with the longest sequences that it may have; None: not known.
         optimizer: name of the optimizer. The plan has room for its states.
         moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
         folder: the checkpoint folder to resume from.
@@ -67,6 +69,7 @@ class TrainingFacts:
     """
 
     accumulation_steps: int | None = None
+    step: StepFacts | None = None
     optimizer: OptimizerName = "adamw"
     moments: str | None = None
     folder: Path | None = None
@@ -82,7 +85,7 @@ class ScriptRun:
 
     Attributes:
         config: the swap config for all models of the script together.
-        resuming: function that returns the command that resumes the script from a checkpoint folder.
+        resuming: function that returns how the script resumes from a checkpoint folder.
         reads_random_states: whether a library restores the RNG states of the folder from which the script resumes;
             accelerate and a Trainer do this. Random numbers that the script draws before the RNG states are restored,
             such as the seeds of its loaders, must be the same numbers as in the original run.
@@ -93,7 +96,7 @@ class ScriptRun:
     """
 
     config: SwapConfig
-    resuming: Resuming = no_command
+    resuming: Resuming = by_trainer
     reads_random_states: bool = False
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -130,6 +133,10 @@ class ScriptRun:
     def made_accelerator(self) -> None:
         """Record that the script has an Accelerator."""
         self.reads_random_states = True
+
+    def resumes_by(self, resuming: Resuming) -> None:
+        """Record how the script resumes from a checkpoint folder: as `resuming` of that folder says."""
+        self.resuming = resuming
 
     def scratch(self) -> str:
         """Return a new directory on the swap disk that is removed when the run ends."""
@@ -327,7 +334,7 @@ class ScriptRun:
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.facts.optimizer}
         with naming_the_shares(memory, waiting, open_models):
             if trained:
-                how["accumulation_steps"] = self.facts.accumulation_steps
+                how |= {"accumulation_steps": self.facts.accumulation_steps, "tokens": self.facts.step}
             if folder is not None:
                 drawn = rng.snapshot()
                 with values_of(model):  # this does not read the values
@@ -345,7 +352,7 @@ class ScriptRun:
                 try:
                     (self.facts.begin if trained else offload)(model, config, **how)
                 except StoreNotEmptyError as error:
-                    place = config.nvme.paths[0].expanduser()
+                    place = config.nvme.paths[0].expanduser().absolute()
                     raise StoreNotEmptyError(held_by_an_earlier_run(place, self.resuming) or str(error)) from error
         give_saving(model)
         self._offloaded.append(weakref.ref(model))
@@ -441,9 +448,12 @@ class ScriptRun:
     def _claim(self, model: nn.Module) -> MemoryClaim:
         return MemoryClaim(model, trained=not _frozen(model) and model not in self.references)
 
-    def _places(self) -> list[Path]:
-        """Return the first directory of each store of this script."""
-        return [path.expanduser() / name for name in self._names for path in self.config.nvme.paths[:1]]
+    def _places(self) -> dict[Path, int]:
+        """Return the first directory of each store of this script, with the steps of its model; 0 if it is gone."""
+        named = (path.expanduser().absolute() / name for name in self._names for path in self.config.nvme.paths[:1])
+        coordinators = map(registry.coordinator_of, self.alive())
+        steps = {place_of(each.directories[0]).absolute(): each.steps for each in coordinators if each.directories}
+        return {place: steps.get(place, 0) for place in named}
 
     def alive(self) -> list[nn.Module]:
         """Return the offloaded models that still exist."""

@@ -38,6 +38,9 @@ from infinity.state.layer_tiles import tile_of
 
 logger = logging.getLogger(__name__)
 
+_BESIDE = ".infinity"
+"""Ending of the folder that pins the generation of a checkpoint file, after the file's name."""
+
 _AVERAGE = (
     "it copies the model, and writes to weights in memory. Average the weights in a callback of your own: "
     "infinity.state_dict(model) reads them one by one, after any step"
@@ -67,7 +70,7 @@ def folder_beside(checkpoint: str | Path) -> Path:
 
     Symbolic links are followed, because Lightning makes links for `save_last="link"`.
     """
-    return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
+    return Path(os.path.realpath(Path(checkpoint).expanduser()) + _BESIDE)
 
 
 class OffloadingStrategyMixin:
@@ -103,6 +106,7 @@ class OffloadingStrategyMixin:
                 "`infinity run` has a swap config, and InfinityStrategy(config=...) names another: leave one out"
             )
         self._run = self.launched or ScriptRun(load_config(config))
+        self._run.resumes_by(lambda folder: f"`trainer.fit(..., ckpt_path={folder.removesuffix(_BESIDE)!r})`")
         self._roots: list[nn.Module] = []
         self._resumes_from: Path | None = None
 

@@ -33,14 +33,15 @@ from infinity.integrations.checkpoint_folders import (
     require_pins,
     unpinning_removed_folders,
 )
+from infinity.integrations.distributed_data_parallel import ranks_of
 from infinity.integrations.optimizer_names import class_and_options, facts_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
-from infinity.integrations.ranks import ranks_of
 from infinity.integrations.saving import give_saving
 from infinity.integrations.script_run import ScriptRun
 from infinity.integrations.vertical import TrainingSteps
-from infinity.io.pins import require_marker
+from infinity.io.generation_pins import require_marker
+from infinity.state.training_step import BatchShape, StepFacts
 
 
 def replace_training(run: ScriptRun, patches: Patches) -> None:
@@ -185,7 +186,16 @@ def tell(args: Any, run: ScriptRun, precision: str) -> None:
     facts_for(args, run)
     run.computes_in(precision)
     passes = 1 if run.config.vertical else args.gradient_accumulation_steps
-    run.add_facts(accumulation_steps=passes, pins=_pins_of(args, run))
+    run.add_facts(accumulation_steps=passes, step=_step_of(args, passes), pins=_pins_of(args, run))
+
+
+def _step_of(args: Any, passes: int) -> StepFacts | None:
+    """Return the batch of a step, if the arguments of a Trainer say how long a sequence may be: TRL's SFTConfig."""
+    length = getattr(args, "max_length", None) if hasattr(args, "packing") else None
+    if not length:
+        return None
+    micro_batches = args.gradient_accumulation_steps // passes
+    return StepFacts(BatchShape(args.per_device_train_batch_size, length, micro_batches, passes))
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:

@@ -26,8 +26,8 @@ from infinity.errors import (
 )
 from infinity.io import atomic_file
 from infinity.io.disks import MEMORY_FILESYSTEMS, disk_under
+from infinity.io.generation_pins import PINNED, PINS_NAME, pins_text, read_pins
 from infinity.io.manifest import read_header
-from infinity.io.pins import PINNED, PINS_NAME, pins_text, read_pins
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,57 @@ class StoreDirectory:
     @property
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.path).free
+
+    def require_replaceable(self) -> None:
+        """Check that no generation would be lost if a new store replaced this one.
+
+        Call this for all directories of a store before any make_room().
+
+        Raises:
+            StoreNotEmptyError: there are generations in this directory, or in the first directory of the store to which
+                this directory belongs. Also raised if generations may exist, because the first directory is missing or
+                the header is damaged.
+        """
+        kept = self._kept_by()
+        if kept is not None:
+            newest = next(iter(kept.values()), None)
+            what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
+            pinned, parts = _pinned_for_messages(self.path), parts_text(self.path)
+            remove = f"`infinity checkpoint remove {parts}`"
+            if pinned:
+                what += f", and generations that checkpoint folders pin: {pinned}"
+                remove = (
+                    f"`infinity checkpoint remove --pinned {parts}`, after which no run can resume from these folders "
+                    f"(`infinity checkpoint unpin {shlex.quote(str(self.path))} --folder FOLDER` unpins one of them)"
+                )
+            raise StoreNotEmptyError(
+                f"{self.path} holds {what}. {ways_on(self.path, folders=bool(pinned) or newest is None)} "
+                f"To start over: give this run another directory in nvme.paths, or remove the old one with {remove}. "
+                "A script whose runs are never resumed can remove the store at its end: "
+                "infinity.close(model, discard=True)."
+            )
+
+    def _kept_by(self) -> dict[int, Path] | None:
+        """Return the generations that need the files of this directory; None if there is no generation.
+
+        If generations may exist but cannot be listed, the result is {}.
+        """
+        found = self.generations()
+        if found or pinned_in(self.path):
+            return found
+        try:
+            header = read_header(self.header_path)
+        except ResumeError:
+            return {} if os.path.lexists(self.header_path) else None  # damaged header: a resumed run may rebuild it
+        first = Path(header.members[0])
+        if header.mode != "generations" or header.member == 0:
+            return None
+        try:
+            same = read_header(first / HEADER_NAME).run == header.run
+        except ResumeError:
+            same = False
+        # The generations are in the first member's directory, whose disk may not be mounted now.
+        return (generations_in(first) or None) if same else {}
 
     def close(self, *, keep: bool = True) -> None:
         """Release the lock. A second call does nothing."""
@@ -234,35 +285,6 @@ class SwapDirectory(StoreDirectory):
         self._ours = True
         atomic_file.remove(self.path / FINISHED_NAME)
 
-    def require_replaceable(self) -> None:
-        """Check that no generation would be lost if a new store replaced this one.
-
-        Call this for all directories of a store before any make_room().
-
-        Raises:
-            StoreNotEmptyError: there are generations in this directory, or in the first directory of the store to which
-                this directory belongs. Also raised if generations may exist, because the first directory is missing or
-                the header is damaged.
-        """
-        kept = self._kept_by()
-        if kept is not None:
-            newest = next(iter(kept.values()), None)
-            what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
-            pinned, parts = _pinned_for_messages(self.path), parts_text(self.path)
-            remove = f"`infinity checkpoint remove {parts}`"
-            if pinned:
-                what += f", and generations that checkpoint folders pin: {pinned}"
-                remove = (
-                    f"`infinity checkpoint remove --pinned {parts}`, after which no run can resume from these folders "
-                    f"(`infinity checkpoint unpin {shlex.quote(str(self.path))} --folder FOLDER` unpins one of them)"
-                )
-            raise StoreNotEmptyError(
-                f"{self.path} holds {what}. {ways_on(self.path, folders=bool(pinned) or newest is None)} "
-                f"To start over: give this run another directory in nvme.paths, or remove the old one with {remove}. "
-                "A script whose runs are never resumed can remove the store at its end: "
-                "infinity.close(model, discard=True)."
-            )
-
     def make_room(self) -> None:
         """Remove the files of an earlier run that has no generations. The removal is durable when this method
         returns."""
@@ -274,28 +296,6 @@ class SwapDirectory(StoreDirectory):
         self.remove_all()
         if left:
             atomic_file.sync_directory(self.path)
-
-    def _kept_by(self) -> dict[int, Path] | None:
-        """Return the generations that need the files of this directory; None if there is no generation.
-
-        If generations may exist but cannot be listed, the result is {}.
-        """
-        found = self.generations()
-        if found or pinned_in(self.path):
-            return found
-        try:
-            header = read_header(self.header_path)
-        except ResumeError:
-            return {} if os.path.lexists(self.header_path) else None  # damaged header: a resumed run may rebuild it
-        first = Path(header.members[0])
-        if header.mode != "generations" or header.member == 0:
-            return None
-        try:
-            same = read_header(first / HEADER_NAME).run == header.run
-        except ResumeError:
-            same = False
-        # The generations are in the first member's directory, whose disk may not be mounted now.
-        return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
         """Remove every file of a store.

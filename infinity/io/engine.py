@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from infinity import _native
 from infinity.config import NvmeConfig
@@ -19,6 +20,17 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 IN_FLIGHT_BYTES = 32 << 20
 _WARN_AFTER_S = 30.0
+
+
+class BackgroundWork(Protocol):
+    """Work in the background whose end can be awaited."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def result(self) -> None:
+        """Wait, and raise the error of the work. Raises SwapIOError."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import TypeVar
 from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError
 from infinity.io.directory import HEADER_NAME, StoreDirectory
 from infinity.io.extent_reading import read_all
+from infinity.io.generation_pins import GenerationPin, digest_of, pins_text, read_pins
 from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_own
-from infinity.io.pins import GenerationPin, digest_of, pins_text, read_pins
 from infinity.io.store import Extent, SwapStore
 
 logger = logging.getLogger(__name__)

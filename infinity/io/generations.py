@@ -17,11 +17,11 @@ generation (generation_scan.py).
    durable (`prepare`, `retire`).
 5. A resumed run fsyncs the directory before it continues from a manifest. Before the run writes anything, it removes
    all manifests that it does not keep, and fsyncs the directory again.
-6. A pinned generation has a separate manifest (pins.py), which the actions above do not change. A pin is durable before
-   pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before any copy that
-   the pinned manifest names may be overwritten. A resumed run keeps all pinned generations, including generations that
-   are newer than the generation from which it resumes. It keeps them even if it makes a generation of the same step
-   again.
+6. A pinned generation has a separate manifest (generation_pins.py), which the actions above do not change. A pin is
+   durable before pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before
+   any copy that the pinned manifest names may be overwritten. A resumed run keeps all pinned generations, including
+   generations that are newer than the generation from which it resumes. It keeps them even if it makes a generation of
+   the same step again.
 7. Each state that changes has more copies than the number of generations that can be kept and pinned at the same time.
    If there are too few copies, nothing is written and an error is raised (`Generations.require_room`).
 
@@ -41,6 +41,7 @@ from typing import Any
 from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import atomic_file
 from infinity.io.directory import StoreDirectory, pinned_in
+from infinity.io.generation_pins import GenerationPin, GenerationPins, digest_of, is_gone, pins_text
 from infinity.io.generation_scan import (
     ANY,
     EligibleGenerations,
@@ -58,11 +59,13 @@ from infinity.io.manifest import (
     require_known,
     write_manifest,
 )
-from infinity.io.pins import GenerationPin, GenerationPins, digest_of, is_gone, pins_text
 from infinity.io.rank_paths import place_of
 from infinity.io.store import Extent, SwapStore, now
 
 logger = logging.getLogger(__name__)
+
+_AGAIN = "is of a step that the run computes again, to the same bits if the script is unchanged,"
+"""Reason why a generation is removed that is newer than the generation from which a run resumes."""
 
 
 class Generations:
@@ -278,7 +281,7 @@ class Generations:
             manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, eligible.candidate)
             self._store.write_rebuilt_headers(self._extents)
             newest = step is None and digest is None and eligible.candidate is None
-            self._keep_with(manifest, found, eligible, "is damaged" if newest else "is newer")
+            self._keep_with(manifest, found, eligible, "is damaged" if newest else _AGAIN)
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
                 extent.turn_to(copy)
@@ -289,7 +292,9 @@ class Generations:
         unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
         self._given_up |= dict.fromkeys(unpinned, "is not needed by any checkpoint folder")
         self._pending_recovery = _PendingRecovery(
-            staying, None if path == found.get(manifest.step) else manifest_bytes(path)
+            staying,
+            None if path == found.get(manifest.step) else manifest_bytes(path),
+            next((pin.folder for pin in staying if pin.digest == digest), ""),
         )
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
@@ -386,7 +391,9 @@ class Generations:
             SwapIOError: a manifest cannot be written or removed.
             PlanError: see require_room.
         """
+        source = ""
         if self._pending_recovery is not None:
+            source = f", of {self._pending_recovery.folder}" if self._pending_recovery.folder else ""
             if self._pending_recovery.manifest is not None and self.newest is not None:
                 # The pinned generation is now also the newest generation of the run, and must be found even after the
                 # folder is unpinned.
@@ -402,7 +409,7 @@ class Generations:
                 step = int(path.name.partition(".")[0].split("-")[1])
                 then = "stays for its checkpoint folder" if self._is_pinned(path) else f"is removed ({path})"
                 gone = f"generation {step} {why} and {then}"
-                logger.warning("the run resumes from generation %s; %s", self.newest, gone)
+                logger.warning("the run resumes from generation %s%s; %s", self.newest, source, gone)
                 atomic_file.remove(path)
             atomic_file.sync_directory(self._directory.path)
             self._given_up = {}
@@ -547,7 +554,9 @@ class _PendingRecovery:
         pins: the pins that the run keeps.
         manifest: the bytes of the pinned manifest that the run resumes from; None if the run resumes from a kept
             generation.
+        folder: the checkpoint folder that the run resumes from; "" if there is none.
     """
 
     pins: list[GenerationPin]
     manifest: bytes | None
+    folder: str

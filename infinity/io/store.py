@@ -21,7 +21,7 @@ from infinity.files import require_different
 from infinity.io import atomic_file
 from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
 from infinity.io.disk_profile import profile_of
-from infinity.io.engine import Transfer
+from infinity.io.engine import BackgroundWork, Transfer
 from infinity.io.headers import headers_of
 from infinity.io.manifest import StoreRecord, SwapFileHeader, write_header
 from infinity.sizes import format_bytes
@@ -493,7 +493,7 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
     return 2 * _PROBE_BYTES / seconds
 
 
-def wait_all(transfers: Iterable[Transfer]) -> None:
+def wait_all(transfers: Iterable[BackgroundWork]) -> None:
     """Wait for every transfer. If transfers have failed, raise the first failure.
 
     After that, no transfer uses its memory any more, unless the failure is a SwapTimeoutError.

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError
-from infinity.optim.hyperparameters import TorchOptions, require_range
+from infinity.optim.hyperparameter_checks import TorchOptions, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import OptimizerName
 

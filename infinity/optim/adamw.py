@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from infinity.errors import ConfigError
-from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
+from infinity.optim.hyperparameter_checks import TorchOptions, require_flags, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import OptimizerName
 
@@ -62,6 +62,9 @@ class Adam(OffloadedOptimizer):
         if bool(group.get("decoupled_weight_decay", decoupled)) != decoupled:
             other = "Adam" if decoupled else "AdamW"
             raise ConfigError(f"decoupled_weight_decay={not decoupled} is the rule of infinity.{other}: use that class")
+
+    def keeps_idle(self, group: Mapping[str, Any]) -> bool:
+        return bool(group["weight_decay"] == 0 and group["eps"] > 0)
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError, ReleasedParameterError
-from infinity.optim.hyperparameters import (
+from infinity.optim.hyperparameter_checks import (
     TorchOptions,
     max_grad_norm_of,
     require_flags,
@@ -22,8 +22,8 @@ from infinity.optim.hyperparameters import (
     say_ignored,
 )
 from infinity.state.moments import KEPT, Moment, OptimizerName
-from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import ParameterPlace
+from infinity.state.update_request import require_accumulation_steps
 
 NO_STATES = (
     "was frozen when the model was offloaded or its optimizer was made, so the store has no room for its optimizer "

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Unpack
 
-from infinity.optim.hyperparameters import TorchOptions, require_range
+from infinity.optim.hyperparameter_checks import TorchOptions, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import OptimizerName
 

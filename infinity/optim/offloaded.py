@@ -20,15 +20,15 @@ from torch import nn
 from infinity.access.exact import exact_moment
 from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.durable.records import OptimizerRecord, record_optimizer
+from infinity.durable.generation_body import OptimizerRecord, record_optimizer
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError
 from infinity.optim.groups import NO_STATES, GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
-from infinity.optim.hyperparameters import max_grad_norm_of
+from infinity.optim.hyperparameter_checks import max_grad_norm_of
 from infinity.optim.loss_scale import LossScale, forget_scale, inverse_of, loss_scale
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import ParameterPlace
+from infinity.state.update_request import GroupUpdate, SegmentRequest
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +291,9 @@ class OffloadedOptimizer(GroupedOptimizer):
             options, moments = shared[id(group)]
             state = self.state.get(parameter, {})  # .get() adds no entry, because a speculative update may be dropped
             step, begun = state.get("step", 0) + 1, state.get("begun", {})
+            if not begun and self.coordinator.gradient_is_zero(place) and self.keeps_idle(group):
+                after[parameter] = {"step": step, "begun": begun}
+                continue
             fresh = not moments.keys() <= begun.keys()
             after[parameter] = {"step": step, "begun": begun | dict.fromkeys(moments, True) if fresh else begun}
             spec = place.spec
@@ -306,6 +309,10 @@ class OffloadedOptimizer(GroupedOptimizer):
             for where, found in segments.items()
         }
         return requests, after
+
+    def keeps_idle(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a gradient of zeros changes neither weights nor moments of a param group that are zero."""
+        return False
 
     def _options(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         """Return the options that are the same for every parameter of a param group."""

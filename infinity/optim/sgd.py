@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Unpack
 
 from infinity.errors import ConfigError
-from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
+from infinity.optim.hyperparameter_checks import TorchOptions, require_flags, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import Moment, OptimizerName
 

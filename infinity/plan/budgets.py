@@ -15,10 +15,10 @@ import torch
 from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, PlanError
-from infinity.plan.device_memory import usable_cores
 from infinity.plan.gradient_ring import RingSize, rings_of
-from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, TierSplit
-from infinity.plan.plan_input import MemoryLimits, PlanInput
+from infinity.plan.machine_resources import usable_cores
+from infinity.plan.placement import PIECES_MIN, TierSplit
+from infinity.plan.plan_input import WEIGHT_SHARE_OF_DEVICE, MemoryLimits, PlanInput
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookedModule
 from infinity.state.dtypes import master_format, native_name
@@ -65,6 +65,8 @@ class Budgets:
         slot_bytes: device memory for fetched weights.
         ring: device memory for gradients on their way to the host.
         longest_ring_bytes: size that the ring would have with a larger memory.device.
+        resident_bytes: device memory for the units all of whose states are kept there, including `scratch_bytes`.
+        scratch_bytes: device memory for temporary values in the updates of these units.
         decoding_bytes: device memory in which encoded weights wait until they are decoded into slots; 0 if the device
             has no memory of its own.
         decodes: whether some weights are decoded into slots.
@@ -73,6 +75,9 @@ class Budgets:
             micro-batches.
         copies_bytes: host memory for weights that are copied from the device for updates, so that the updates need not
             read the weights from NVMe again.
+        commit_bytes: host memory for states that commits copy from the device, on their way to the store.
+        activation_bytes: host memory for tensors that a forward keeps for its backward: all of these with activations:
+            host, and those on their way to NVMe and back with activations: nvme.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
         secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
             (sharded/gathered_slots.py).
@@ -85,11 +90,15 @@ class Budgets:
     slot_bytes: int
     ring: RingSize
     longest_ring_bytes: int
+    resident_bytes: int
+    scratch_bytes: int
     decoding_bytes: int
     decodes: bool
     upload_bytes: int
     bounce_bytes: int
     copies_bytes: int
+    commit_bytes: int
+    activation_bytes: int
     exchange_bytes: int
     secondary_bytes: int
     landing_bytes: int
@@ -102,8 +111,10 @@ class Budgets:
 
     def device_for(self, slot_bytes: int) -> str:
         """Return a value of memory.device with room for `slot_bytes` of slots and for the longest ring of gradients."""
-        beside = self.decoding_bytes + self.longest_ring_bytes
-        return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
+        beside = self.resident_bytes + self.decoding_bytes + self.longest_ring_bytes
+        known = self.limits.activations
+        needed = int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE) if known is None else slot_bytes + beside + known
+        return _config_bytes(self.limits, needed)
 
     @property
     def piece_bytes(self) -> int:
@@ -203,9 +214,11 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
         rings = rings[:2]
     longest = rings[-1].nbytes
     decoding = 0 if limits.in_place else inputs.decoding_bytes
+    resident = inputs.resident_bytes
 
     def ring_beside(nbytes: int) -> RingSize:
-        room = min(limits.device // 4, limits.device - nbytes - decoding)
+        there = limits.device if limits.activations is None and not resident else limits.beside_activations
+        room = min(limits.device // 4, there - resident - nbytes - decoding)
         return next((ring for ring in reversed(rings) if ring.nbytes <= room), rings[0])
 
     if limits.slice_count and weights.tier == "device":
@@ -221,30 +234,33 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
     if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not inputs.decoded):
         ring = ring_beside(inputs.slots)
         needs = inputs.slots + decoding
-        if weights.tier == "device" and needs + ring.nbytes > limits.device:
+        if weights.tier == "device" and needs + ring.nbytes + resident > limits.device:
             raise PlanError(
                 f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring.nbytes)}; memory.device is "
-                f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring.nbytes)} plus what "
+                f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring.nbytes + resident)} plus what "
                 "activations need, or set weights: host or nvme."
             )
         return inputs.slots, ring, longest
     fetched = inputs.every - (weights.in_ram - inputs.decoded) if limits.used_at_home else inputs.every
-    needed = needed_at_once([unit.full for unit in inputs.units], sites, fetched)
+    needed = needed_at_once([unit.full for unit in inputs.all_units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
     ring = ring_beside(nbytes)
-    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring.nbytes - decoding
+    share = limits.for_weights - resident - ring.nbytes - decoding
+    if limits.activations is not None:
+        share -= share % PAGE_BYTES  # the slots must not take a byte that the activations need
     slots = min(max(share, nbytes), sum(unit.full.weight_bytes for unit in inputs.units if unit.index in fetched))
-    if slots + ring.nbytes + decoding > limits.device:
+    if slots + ring.nbytes + decoding + resident > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         each = limits.for_each if limits.in_place else ""
+        there = f" and {format_bytes(resident)} for units that stay there" if resident else ""
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of memory.device: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are in use at the "
-            f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; "
+            f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}{there}; "
             f"memory.device is {format_bytes(limits.device)}{each}. Raise memory.device to "
-            f"{_config_bytes(limits, nbytes + ring.nbytes + decoding)} plus what activations need.",
+            f"{_config_bytes(limits, nbytes + ring.nbytes + decoding + resident)} plus what activations need.",
             limits.device,
         )
     return round_up(slots, PAGE_BYTES), ring, longest
@@ -252,7 +268,7 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
 
 def fits_slots(units: Iterable[Unit], limits: MemoryLimits) -> bool:
     """Return whether all weights certainly fit the slots. Then no weight is fetched twice between two updates."""
-    return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
+    return sum(unit.weight_bytes for unit in units) <= limits.for_weights
 
 
 def _config_bytes(limits: MemoryLimits, nbytes: int) -> str:
@@ -286,11 +302,12 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched
         fetched: indices of the units that are fetched to the device.
     """
     staying = {unit.index for unit in units if unit.stays and unit.index in fetched}
+    coming = frozenset(fetched) - staying
 
     def nbytes(indices: Iterable[int]) -> int:
         return sum(units[index].weight_bytes for index in indices)
 
-    moving: set[frozenset[int]] = {frozenset(each & set(fetched) - staying) for each in _sets(units, sites)}
+    moving: set[frozenset[int]] = {coming & each for each in _sets(units, sites)}
     ordered = sorted(moving, key=lambda each: (-nbytes(each), sorted(each)))
     best, most = frozenset[int](), 0
     for position, one in enumerate(ordered):

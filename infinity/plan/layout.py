@@ -17,7 +17,7 @@ from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import GradientPlacement, StatePlacement, TierSplit
-from infinity.plan.plan_input import PlanInput, UnitBytes
+from infinity.plan.plan_input import FLAG_BYTES, PlanInput, UnitBytes
 from infinity.state.dtypes import master_format
 from infinity.state.unit import FlatParameterGroup, Unit
 
@@ -34,11 +34,13 @@ class StateLayout:
         offsets: offsets of the state's copies in the swap file; empty if the state has no extent.
         lease_bytes: bytes of the state's lease in the arena; 0 if the state does not rest in RAM. Gradients may take
             fewer bytes in the arena than in the swap file.
+        resident_bytes: bytes of the state's memory on the device; 0 if the state does not rest on the device.
     """
 
     nbytes: int
     offsets: tuple[int, ...]
     lease_bytes: int
+    resident_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,12 @@ class UnitLayout:
     def weight_lease_bytes(self) -> int:
         """Bytes of the one lease in which the weights of all groups rest; 0 if the weights do not rest in RAM."""
         return sum(group.weight.lease_bytes for group in self.groups)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of device memory for all states of the unit; 0 if the unit is not resident."""
+        nbytes = sum(state.resident_bytes for state in self.kept())
+        return nbytes + FLAG_BYTES if nbytes else 0
 
     def kept(self) -> list[StateLayout]:
         """Return the places of the unit's states that belong to generations: all but the gradients."""
@@ -117,6 +125,8 @@ class ArenaBytes:
             are copied to the device or decoded.
         bounce: gradients from the device that are to be added to gradients in host memory.
         copies: weights that were copied from the device for updates to read.
+        commits: states of resident units that commits copy from the device.
+        activations: tensors that a forward keeps for its backward.
         exchange: gradients on their way to the ranks that own them.
         secondary: copies of weights that this rank keeps for the gather group G (sharded/gathered_slots.py).
     """
@@ -130,6 +140,8 @@ class ArenaBytes:
     transfers: int
     bounce: int
     copies: int
+    commits: int
+    activations: int
     exchange: int
     secondary: int
 
@@ -144,7 +156,7 @@ class ArenaBytes:
         """Exact size of the arena, which is the only pinned allocation."""
         resting = self.homes_and_shadows + self.gradients
         moving = self.landing + self.staging + self.transfers + self.bounce + self.copies
-        return resting + moving + self.exchange + self.secondary
+        return resting + moving + self.commits + self.activations + self.exchange + self.secondary
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,12 @@ class StorageLayout:
     @cached_property
     def trainable_numel(self) -> int:
         groups = [group for unit in self.units for group in unit.local.trainable_groups]
+        return sum(spec.numel for group in groups for spec in group.specs)
+
+    @cached_property
+    def resident_numel(self) -> int:
+        """Number of trained parameters whose states rest on the device."""
+        groups = [group for unit in self.units if unit.resident_bytes for group in unit.local.trainable_groups]
         return sum(spec.numel for group in groups for spec in group.specs)
 
     @cached_property
@@ -213,10 +231,10 @@ def lay_out(
 ) -> StorageLayout:
     """Choose the place of every extent and every lease."""
     file = _ExtentAllocator()
-    kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.units]
+    kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.all_units]
     kept_bytes = file.nbytes
-    spilled = [_lay_out_gradients(unit, gradients, file) for unit in inputs.units]
-    units = tuple(map(UnitLayout, (unit.local for unit in inputs.units), kept, spilled))
+    spilled = [_lay_out_gradients(unit, gradients, placement, file) for unit in inputs.all_units]
+    units = tuple(map(UnitLayout, (unit.local for unit in inputs.all_units), kept, spilled))
     stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
     swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
     return StorageLayout(
@@ -234,11 +252,11 @@ def _lay_out_groups(
     def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
             return StateLayout(0, (), 0)  # a rank's slice may contain no part of a group
-        in_ram = unit.index in resting.in_ram
-        copies = inputs.copies(changes=changes, in_ram=in_ram)
+        in_ram, resident = unit.index in resting.in_ram, unit.index in resting.resident
+        copies = inputs.copies(changes=changes, in_ram=in_ram or resident)
         if copies and changes and unit.index in placement.updates.spare_units:
             copies += 1
-        return StateLayout(nbytes, file.add(nbytes, copies), nbytes if in_ram else 0)
+        return StateLayout(nbytes, file.add(nbytes, copies), nbytes * in_ram, nbytes * resident)
 
     weights = [state(group.weight, placement.weights, changes=group.group.trainable) for group in unit.groups]
     return tuple(
@@ -253,10 +271,14 @@ def _lay_out_groups(
 
 
 def _lay_out_gradients(
-    unit: UnitBytes, gradients: GradientPlacement, file: _ExtentAllocator
+    unit: UnitBytes, gradients: GradientPlacement, placement: StatePlacement, file: _ExtentAllocator
 ) -> tuple[StateLayout, ...]:
     layouts = []
     for group in unit.groups:
+        if unit.index in placement.gradients.resident:
+            nbytes = group.gradient_fp32 if gradients.inputs.resident_adds_up else group.gradient_native
+            layouts.append(StateLayout(group.gradient_fp32, (), 0, nbytes))
+            continue
         scratch = gradients.scratch_bytes(unit, group)
         offsets = file.add(scratch, 1 if scratch else 0)
         layouts.append(StateLayout(group.gradient_fp32, offsets, gradients.lease_bytes(unit, group)))
@@ -277,6 +299,8 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budge
         transfers=(budgets.slot_bytes if slots_are_here else 0) + budgets.upload_bytes,
         bounce=budgets.bounce_bytes,
         copies=budgets.copies_bytes,
+        commits=budgets.commit_bytes,
+        activations=budgets.activation_bytes,
         exchange=budgets.exchange_bytes,
         secondary=budgets.secondary_bytes,
     )

@@ -17,8 +17,9 @@ whose update is still being written is not evicted, so that another unit is evic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.nvme_traffic import gradient_traffic, traffic
@@ -28,6 +29,38 @@ from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculat
 from infinity.plan.slot_simulator import FetchCounts, SlotSimulator, in_order
 from infinity.plan.speculation_memory import unit_may_speculate
 from infinity.state.discover import HookedModule
+
+_SIMULATIONS_KEPT = 256
+
+
+@dataclass(frozen=True)
+class UnitLoad:
+    """Bytes that one unit moves in a step. All numbers are 0 for the links that the unit does not use.
+
+    Attributes:
+        resident: whether the unit is kept and updated on the device.
+        forwards, backwards: number of fetches for forward and backward passes.
+        fetched: bytes that one fetch moves to the device.
+        read: bytes that one fetch reads from NVMe.
+        down: bytes of gradients from the device.
+        spilled: bytes of gradients that are written to NVMe, and read again.
+        states_read, states_written: bytes that the update reads from NVMe and writes to NVMe, without gradients.
+        slot: bytes of the unit's slot.
+        speculates: whether the update begins before the step is decided.
+    """
+
+    unit: UnitBytes
+    resident: bool = False
+    forwards: float = 0
+    backwards: float = 0
+    fetched: int = 0
+    read: int = 0
+    down: int = 0
+    spilled: int = 0
+    states_read: float = 0
+    states_written: int = 0
+    slot: int = 0
+    speculates: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,9 +74,12 @@ class LinkBytes:
         written: weights and optimizer states that are written.
         commit_share: bytes of the states in RAM that a commit writes, divided by the number of steps between commits.
         up, down: bytes to the device, and bytes of gradients from the device; 0 if the device has no memory of its own.
+        resident: bytes of resident units that a commit copies from the device, divided by the number of steps between
+            commits; a part of `commit_share`.
         gathered: weights from the other ranks.
         exchanged: gradients from the other ranks, counted as one micro-batch for each pass.
         decoded: bytes of slots that encoded weights were decoded into.
+        loads: bytes of each unit, in the order of the forward.
     """
 
     weights: int
@@ -53,9 +89,11 @@ class LinkBytes:
     commit_share: int
     up: int
     down: int
+    resident: int
     gathered: int
     exchanged: int
     decoded: int
+    loads: tuple[UnitLoad, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def read_bytes(self) -> int:
@@ -109,6 +147,8 @@ def link_bytes(
     gradients = down = exchanged = 0
     weights = states = up = gathered = decoded = 0.0  # means, if steps differ
     ranks = max(inputs.limits.slice_count, 1)
+    early = speculates(inputs, placement, clips=clips)
+    loads = {unit.index: UnitLoad(unit, resident=True) for unit in inputs.resident}
     for unit in inputs.units:
         used = uses[unit.index]
         again = _from_copies(inputs, unit, used)
@@ -126,6 +166,7 @@ def link_bytes(
         if not inputs.limits.in_place:
             up += fetches * unit.weight + again * unit.full.weight_bytes
             down += inputs.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
+        loads[unit.index] = _load(inputs, placement, unit, used, speculates=unit.index in early)
     return LinkBytes(
         weights=round(weights),
         states=round(states),
@@ -134,10 +175,38 @@ def link_bytes(
         commit_share=counted.commit_share_bytes,
         up=round(up),
         down=down,
+        resident=_resident_bytes(inputs),
         gathered=round(gathered),
         exchanged=exchanged,
         decoded=round(decoded),
+        loads=tuple(loads[index] for index in dict.fromkeys(in_order(list(loads), sites))),
     )
+
+
+def _load(
+    inputs: PlanInput, placement: StatePlacement, unit: UnitBytes, used: UnitFetches, *, speculates: bool
+) -> UnitLoad:
+    spills = unit.index not in placement.gradients.in_ram
+    weights, states = unit.index not in placement.weights.in_ram, unit.index not in placement.optimizer.in_ram
+    return UnitLoad(
+        unit,
+        forwards=used.forwards,
+        backwards=used.backwards,
+        fetched=unit.weight,
+        read=weights * unit.weight,
+        down=inputs.passes * unit.gradient_native,
+        spilled=spills * gradient_traffic(inputs, unit),
+        states_read=weights * used.update * unit.trained_weight + states * unit.state,
+        states_written=weights * unit.trained_weight + states * unit.state,
+        slot=unit.full.weight_bytes,
+        speculates=speculates,
+    )
+
+
+def _resident_bytes(inputs: PlanInput) -> int:
+    if not inputs.commit_every:
+        return 0
+    return sum(unit.trained_weight + unit.state for unit in inputs.resident) // inputs.commit_every
 
 
 def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
@@ -171,12 +240,13 @@ def unit_fetches(
     stale = speculating | copied if in_place else {unit.index for unit in slotted}
     void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
     visited = _visited(inputs, slotted, sites, budgets.slot_bytes, void)
+    takes_slot = {unit.index for unit in slotted}
     reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.slice_count)
     found = {}
     for unit in inputs.units:
         counted = visited.get(unit.index, FetchCounts())
         there = (1 if unit.index in speculating else counted.at_end) if reads_slot else 0
-        reads = 1 - there if unit in slotted and unit.trained_weight else 0
+        reads = 1 - there if unit.index in takes_slot and unit.trained_weight else 0
         found[unit.index] = UnitFetches(counted.forwards, counted.backwards, update=reads)
     return found
 
@@ -195,21 +265,64 @@ def _visited(
     staying = [unit for unit in slotted if unit.local.stays]
     sizes = {unit.index: unit.full.weight_bytes for unit in slotted if not unit.local.stays}
     trained = {unit.index for unit in slotted if unit.trained_weight}
-    room = slot_bytes - sum(unit.full.weight_bytes for unit in staying)
     order = in_order(list(sizes), sites)
     first = next((at for at, index in enumerate(order) if index in trained), len(order))
     visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
-    simulator = SlotSimulator(visits * inputs.passes, sizes, room, _from_top(inputs, sizes.values(), slot_bytes))
+    apart = frozenset(unit.index for unit in slotted if unit.full.routed)
+    if sum(sizes.values()) <= slot_bytes:
+        apart = frozenset()
+    # Thousands of experts would take minutes to simulate. They follow one another, and more than the slots can hold.
+    routed = {
+        index: FetchCounts(inputs.passes, inputs.passes * (at >= first))
+        for at, index in enumerate(order)
+        if index in apart
+    }
+    if apart:
+        slot_bytes -= 2 * max(sizes[index] for index in apart)
+        sizes = {index: nbytes for index, nbytes in sizes.items() if index not in apart}
+        visits = [visit for visit in visits if visit[0] not in apart]
     once = {unit.index: FetchCounts(int(unit.index in void), 0, at_end=1) for unit in staying}
-    return simulator.steady(void) | once
+    return (
+        once
+        | routed
+        | _simulated(
+            tuple(visits * inputs.passes),
+            tuple(sizes.items()),
+            slot_bytes,
+            sum(unit.full.weight_bytes for unit in staying),
+            frozenset(void),
+            in_place=inputs.limits.in_place,
+            divided=inputs.limits.slice_count > 0,
+        )
+    )
 
 
-def _from_top(inputs: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
-    """Return a function that tells whether a slot of a given size is allocated from the top of its memory
-    (tiers/slots.py)."""
-    if inputs.limits.slice_count:
-        return None
-    return long_from_top(slot_bytes) if inputs.limits.in_place else unusual_from_top(sizes)
+@lru_cache(maxsize=_SIMULATIONS_KEPT)
+def _simulated(
+    visits: tuple[tuple[int, bool], ...],
+    sizes: tuple[tuple[int, int], ...],
+    slot_bytes: int,
+    staying_bytes: int,
+    void: frozenset[int],
+    *,
+    in_place: bool,
+    divided: bool,
+) -> dict[int, FetchCounts]:
+    """Return the fetches of a step, by unit. Plans that differ in other respects share the simulation.
+
+    Args:
+        visits: the visits of a step (SlotSimulator).
+        sizes: each unit with the bytes of its slot.
+        slot_bytes: bytes of all slots together.
+        staying_bytes: bytes of the slots of units that stay.
+        void: units whose slots an update makes invalid.
+        in_place: whether the device has no memory of its own.
+        divided: whether units are divided over ranks.
+    """
+    from_top = None  # whether a slot is allocated from the top of its memory (tiers/slots.py)
+    if not divided:
+        from_top = long_from_top(slot_bytes) if in_place else unusual_from_top(nbytes for _, nbytes in sizes)
+    return SlotSimulator(visits, dict(sizes), slot_bytes - staying_bytes, from_top).steady(void)
 
 
 def _takes_slot(inputs: PlanInput, placement: StatePlacement, unit: UnitBytes) -> bool:

@@ -17,7 +17,8 @@ class NvmeTraffic:
 
     Attributes:
         read_bytes, written_bytes: bytes of one step, without commits.
-        commit_bytes: bytes of the states in RAM, all of which a commit writes; 0 if there are no commits.
+        commit_bytes: bytes of the states in RAM and on the device, all of which a commit writes; 0 if there are no
+            commits.
         commit_share_bytes: commit_bytes divided by the steps between commits.
     """
 
@@ -55,6 +56,7 @@ def traffic(
             moved = gradient_traffic(inputs, unit)
             read += moved
             written += moved
+    committed += sum(unit.trained_weight + unit.state for unit in inputs.resident)
     committed = committed if inputs.commit_every else 0
     return NvmeTraffic(read, written, committed, committed // max(inputs.commit_every, 1))
 

@@ -38,7 +38,6 @@ from infinity.state.moments import Moment
 
 PIECES_MIN = 4
 """Smallest number of pieces of weights that can be on their way from NVMe to the device at once."""
-WEIGHT_SHARE_OF_DEVICE = 0.5  # the other half is for activations and the gradients of one unit
 
 Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
@@ -50,10 +49,12 @@ class TierSplit:
     Attributes:
         tier: device, host or nvme; nvme if only some of the units rest in RAM.
         in_ram: indices of the units that rest in host memory.
+        resident: indices of the units all of whose states rest on the device (resident_units.py).
     """
 
     tier: str
     in_ram: frozenset[int]
+    resident: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class StatePlacement:
 
     Attributes:
         optimizer: where residuals and moments rest.
-        activations: keep or recompute (`auto` in the config has been replaced by one of the two).
+        activations: where the tensors that a forward keeps for its backward rest: keep (on the device), host or nvme.
+        recompute: whether the backward computes each block again.
         commits: how often generations are made.
         keep: number of generations that are kept.
         pins: number of generations that checkpoint folders may pin at once.
@@ -109,7 +111,8 @@ class StatePlacement:
     gradients: TierSplit
     form: NumberFormats
     updates: UpdateTiming
-    activations: str
+    activations: Literal["keep", "host", "nvme"]
+    recompute: bool
     commits: CommitFrequency
     keep: int
     pins: int
@@ -154,7 +157,7 @@ def place(inputs: PlanInput, room: int) -> ChosenTiers:
     upload, bounce = _upload_bytes(inputs, weights.in_ram), _bounce_bytes(inputs)
     transfers = upload + bounce
     optimizer = TierSplit(inputs.config.optimizer, fixed)
-    if inputs.config.optimizer == "auto":
+    if inputs.config.optimizer in ("auto", "device"):  # with `device` these units are left if the device is refused
         optimizer = _place_states(inputs, room - _host_bytes(inputs, weights, fixed) - transfers)
     host = transfers + _host_bytes(inputs, weights, optimizer.in_ram)
     return ChosenTiers(weights, optimizer, upload, bounce, host)
@@ -167,8 +170,9 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
         return none if config.weights == "nvme" else TierSplit(config.weights, inputs.every)
     room -= _host_bytes(inputs, none, states_in_ram) + _bounce_bytes(inputs)
     if inputs.cost(inputs.weight) <= room or not config.nvme.paths:
-        share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, inputs.slots + inputs.decoding_bytes
-        on_device = not (limits.in_place or limits.slice_count) and there + inputs.ring_bytes_min <= share
+        share = limits.for_weights - inputs.resident_bytes
+        there = inputs.slots + inputs.decoding_bytes + inputs.ring_bytes_min
+        on_device = not (limits.in_place or limits.slice_count) and there <= share
         return TierSplit("device" if on_device else "host", inputs.every)
     room -= _upload_bytes(inputs, none.in_ram)
     return TierSplit("nvme", as_far_as(((unit.index, inputs.cost(unit.weight)) for unit in inputs.units), room))

@@ -13,9 +13,11 @@ from infinity.plan.nvme_traffic import traffic
 from infinity.plan.placement import StatePlacement
 from infinity.plan.plan_input import NO_PEERS, PeerFacts, PlanInput
 from infinity.sizes import format_bytes
+from infinity.state.codec import name_of
 from infinity.state.discover import HookedModule
 from infinity.state.shard import RankPartition
 
+_RESTS = {"keep": "device", "host": "host", "nvme": "nvme"}
 _OVERLAP = {
     "auto": "during backward while that works out, otherwise before the next forward",
     "during_backward": "during backward, redone if the step decides otherwise",
@@ -91,6 +93,8 @@ class Plan:
         A rank with empty slices has no states in the store. It still needs the store for the manifests of the
         generations.
         """
+        if self.placement.activations == "nvme":
+            return True
         return bool(self.layout.swap.nbytes or (self.peers.slice_count and self.placement.commit_every))
 
     @property
@@ -101,7 +105,9 @@ class Plan:
         """
         budgets = self.budgets
         used_at_home = budgets.limits.used_at_home and self.placement.weights.tier == "host" and not budgets.decodes
-        return 0 if used_at_home else budgets.slot_bytes + budgets.ring_bytes + budgets.decoding_bytes
+        if used_at_home:
+            return 0
+        return budgets.slot_bytes + budgets.ring_bytes + budgets.decoding_bytes + budgets.resident_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -127,15 +133,17 @@ class Plan:
                 f"on {self.device}{_rank(self.peers.cut)}",
                 f"  weights      {weights.tier:<7}{format_bytes(layout.weight_bytes):>12}"
                 f"{weights_share if weights.tier == 'nvme' else ''}{_encoded(layout)}",
+                *_experts(layout, self.budgets),
                 f"  optimizer    {optimizer.tier:<7}{format_bytes(layout.state_bytes):>12}  (master {form.master}, "
                 f"{form.moments} {' and '.join(form.stored) or 'no moments'})"
                 f"{states_share if optimizer.tier == 'nvme' else ''}",
+                *_resident(placement, self.budgets, layout),
                 f"  gradients    {_gradients(placement, self.budgets, layout)}",
                 *_saving(forecast),
-                f"  activations  {placement.activations}",
+                f"  activations  {_activations(placement, self.budgets)}",
                 *_between_ranks(self.peers, layout),
-                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights"
-                f"{' and gradients under way' if self.budgets.ring_bytes else ''}, the rest for activations",
+                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} "
+                f"{_use(self.budgets)}",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
                 f"  swap file     {_swap(layout.swap, placement)}; one step moves about "
                 f"{format_bytes(forecast.step_bytes)} ({per_parameter:.1f} B per trained parameter{predicted})",
@@ -143,6 +151,22 @@ class Plan:
                 f"  updates       {_updates(placement, self.budgets)}",
             ]
         )
+
+
+def _experts(layout: StorageLayout, budgets: Budgets) -> list[str]:
+    """Return the log's line about experts that are units; [] without such experts."""
+    sizes = [unit.local.weight_bytes for unit in layout.units if unit.local.routed]
+    if not sizes:
+        return []
+    slots = f"; {budgets.slot_bytes // max(sizes)} of them in slots" if budgets.slot_bytes else ""
+    return [f"  experts      {len(sizes)} units of {format_bytes(max(sizes))}: only routed ones are fetched{slots}"]
+
+
+def _use(budgets: Budgets) -> str:
+    """Return the log's words about the use of memory.device."""
+    if budgets.limits.in_place:
+        return "of RAM, for weights; activations take further RAM"
+    return f"for weights{' and gradients under way' if budgets.ring_bytes else ''}, the rest for activations"
 
 
 # -- traffic of a step -------------------------------------------------------------------------------------------------
@@ -199,6 +223,13 @@ def _share(held_bytes: int, held: int, count: int) -> str:
     return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
 
 
+def _resident(placement: StatePlacement, budgets: Budgets, layout: StorageLayout) -> list[str]:
+    """Return the log's line about the units that are kept and updated on the device; empty if there are none."""
+    count = len(placement.optimizer.resident)
+    units = f"{count} of {layout.trained_count} units stay on the device and are updated there"
+    return [f"    {units}: {format_bytes(budgets.resident_bytes)} with their gradients"] if count else []
+
+
 def _gradients(placement: StatePlacement, budgets: Budgets, layout: StorageLayout) -> str:
     accumulation = "any number of micro-batches" if placement.accumulates else "one backward pass per step"
     if placement.gradients.tier == "nvme":
@@ -214,7 +245,7 @@ def _encoded(layout: StorageLayout) -> str:
     """Return the log's words about encoded weights: their number and their form; '' if no weights are encoded at
     home."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
-    codecs = " and ".join(sorted({str(group.codec) for group in groups}))
+    codecs = " and ".join(sorted({name_of(group.codec) for group in groups if group.codec}))
     numel = sum(spec.numel for group in groups for spec in group.specs)
     return f", {numel / 1e6:.1f} M frozen weights as {codecs} in {format_bytes(layout.encoded_bytes)}" if groups else ""
 
@@ -249,6 +280,15 @@ def _commits(placement: StatePlacement) -> str:
     copies = placement.keep + placement.pins + 1
     kept = f"{placement.keep} kept{pins}"
     return f"{placement.commits}, {kept}, each state in {copies} copies: all of it reserved now"
+
+
+def _activations(placement: StatePlacement, budgets: Budgets) -> str:
+    kept = "the inputs of blocks, which are recomputed" if placement.recompute else "all that a forward keeps"
+    if budgets.activation_bytes:
+        kept += f", through {format_bytes(budgets.activation_bytes)} of RAM"
+    if placement.activations == "nvme" and budgets.limits.away:
+        kept += f"; each pass writes {format_bytes(budgets.limits.away)}, which wears the drives"
+    return f"{_RESTS[placement.activations]:<8}{kept}"
 
 
 def _updates(placement: StatePlacement, budgets: Budgets) -> str:

@@ -12,12 +12,24 @@ from functools import cached_property
 
 from infinity.config import SwapConfig
 from infinity.plan.disk import DiskLimits
-from infinity.sizes import PAGE_BYTES
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
 from infinity.state.shard import RankPartition
 from infinity.state.unit import FlatParameterGroup, Unit
 
+WEIGHT_SHARE_OF_DEVICE = 0.5
+"""Share of memory.device for weights, if it is not known how many bytes the activations need."""
+_FOR_ACTIVATIONS_MAX = 40 << 30
+FLAG_BYTES = PAGE_BYTES
+"""Bytes of device memory in which the update of a unit on the device reports whether all new values are finite."""
+DECODING_SCRATCH_BYTES = 13 << 22
+"""Bytes of device memory for decoding (codes, indices, values, products); a part of the memory for activations."""
+_COMMIT_BYTES_MIN = 4 << 20
+_COMMIT_SHARE_OF_HOST = 64
+_ACTIVATION_BYTES_MIN, _ACTIVATION_BYTES_MAX = 4 << 20, 2 << 30
+_ACTIVATION_SHARE_OF_HOST = 8
+_SCRATCH_ITEMSIZE, _SCRATCH_NUMEL = 24, 1 << 22
 _CHECKSUM_BYTES = 4  # bytes of RAM for each page of the swap file
 
 
@@ -32,6 +44,10 @@ class MemoryLimits:
         slice_count: number of ranks over which every unit is divided. The unit's weights are gathered in a slot for
             each use. 0: units are not divided.
         ranks: number of ranks that divide the machine's budgets. These limits are the share of one rank.
+        activations: bytes of `device` that activations need; None: not known, or the device has no memory of its own.
+        block: bytes of `activations` that the backward of one block, or the loss, needs; None: not known.
+        away: bytes of activations that a pass moves to NVMe, or to RAM that `activations: auto` has reserved; 0: not
+            known, or none.
     """
 
     device: int
@@ -39,6 +55,23 @@ class MemoryLimits:
     in_place: bool
     slice_count: int = 0
     ranks: int = 1
+    activations: int | None = None
+    block: int | None = None
+    away: int = 0
+
+    @property
+    def for_weights(self) -> int:
+        """Bytes of `device` for slots, the ring and resident units."""
+        if self.activations is None:
+            return int(self.device * WEIGHT_SHARE_OF_DEVICE)
+        return max(self.device - self.activations, 0) // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def beside_activations(self) -> int:
+        """Bytes of `device` for resident units and everything else but activations, with `optimizer: auto`."""
+        if self.activations is None:
+            return self.device - min(int(self.device * (1 - WEIGHT_SHARE_OF_DEVICE)), _FOR_ACTIVATIONS_MAX)
+        return self.for_weights
 
     @property
     def ram(self) -> int:
@@ -149,6 +182,15 @@ class UnitBytes:
         """Bytes of the optimizer states (residual and moments); 0 if nothing of the unit is trained."""
         return sum(sum(group.states.values()) for group in self.groups)
 
+    def resident_bytes(self, *, fp32: bool) -> int:
+        """Return the bytes of device memory for all states and the gradients of the unit.
+
+        Args:
+            fp32: whether the gradients have room for fp32.
+        """
+        gradients = self.gradient_fp32 if fp32 else self.gradient_native
+        return self.full.weight_bytes + self.state + gradients + FLAG_BYTES
+
     @cached_property
     def gradient_native(self) -> int:
         return sum(group.gradient_native for group in self.groups)
@@ -163,13 +205,14 @@ class PlanInput:
     """Everything that the planner places, and the limits.
 
     Attributes:
-        units: bytes of all units, in the order of their indices.
+        units: bytes of the units whose states are not kept on the device, in the order of their indices.
         stored: the moments that the optimizer keeps.
         known_passes: number of backward passes before a step, if the caller passed this number; None: not known.
         commit_every: number of steps between durable generations; 0: no generations. If the config leaves this number
             open, the planner tries several values.
         secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
             (sharded/gathered_slots.py).
+        resident: bytes of the units all of whose states are kept on the device (resident_units.py).
     """
 
     config: SwapConfig
@@ -180,6 +223,22 @@ class PlanInput:
     known_passes: int | None
     commit_every: int
     secondary_bytes: int = 0
+    resident: tuple[UnitBytes, ...] = ()
+
+    @cached_property
+    def all_units(self) -> list[UnitBytes]:
+        """Bytes of all units, in the order of their indices."""
+        return sorted((*self.units, *self.resident), key=lambda unit: unit.index)
+
+    @cached_property
+    def resident_bytes(self) -> int:
+        """Bytes of device memory for the resident units: states, gradients, and temporary memory of their updates."""
+        return sum(unit.resident_bytes(fp32=self.resident_adds_up) for unit in self.resident) + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of device memory for temporary values in the updates and norms of resident units."""
+        return scratch_bytes(self.resident)
 
     @property
     def passes(self) -> int:
@@ -211,7 +270,7 @@ class PlanInput:
 
     @cached_property
     def every(self) -> frozenset[int]:
-        """Indices of all units."""
+        """Indices of these units."""
         return frozenset(unit.index for unit in self.units)
 
     @cached_property
@@ -221,12 +280,12 @@ class PlanInput:
 
     @property
     def largest(self) -> Unit:
-        return max(self.units, key=lambda unit: unit.weight).local
+        return max(self.all_units, key=lambda unit: unit.weight).local
 
     @cached_property
     def ring_bytes_min(self) -> int:
         """Smallest device memory for gradients on their way to the host: the gradients of the largest unit."""
-        return 0 if self.limits.in_place else max(unit.full.gradient_bytes for unit in self.units)
+        return 0 if self.limits.in_place else max((unit.full.gradient_bytes for unit in self.units), default=0)
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -243,15 +302,37 @@ class PlanInput:
         boxes = [unit.full.gradient_bytes + self.limits.slice_count * unit.local.gradient_bytes for unit in self.units]
         return sum(sorted(boxes)[-2:]) + staying
 
+    @cached_property
+    def commit_bytes(self) -> int:
+        """Host memory for the states of resident units on their way to the store; 0 if there are no commits."""
+        if not self.commit_every:
+            return 0
+        longest = max(_COMMIT_BYTES_MIN, self.limits.host // _COMMIT_SHARE_OF_HOST // PAGE_BYTES * PAGE_BYTES)
+        return min(longest, sum(unit.weight + unit.state for unit in self.resident))
+
     @property
-    def ranks_bytes(self) -> int:
-        """Host memory that is needed because of other ranks."""
-        return self.exchange_bytes + self.secondary_bytes
+    def activation_bytes(self) -> int:
+        """Host memory for tensors that a forward keeps: for all that leave the device, or on their way to NVMe."""
+        if self.config.activations != "nvme":
+            return self.limits.away  # 0 with activations: host, which takes what states leave
+        share = self.limits.host // _ACTIVATION_SHARE_OF_HOST // PAGE_BYTES * PAGE_BYTES
+        return min(max(share, _ACTIVATION_BYTES_MIN), _ACTIVATION_BYTES_MAX)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Host memory that is needed because of other ranks, for the commits of resident units, and for activations on
+        NVMe."""
+        return self.exchange_bytes + self.secondary_bytes + self.commit_bytes + self.activation_bytes
 
     @property
     def adds_up(self) -> bool:
         """Whether a parameter gets several gradients before a step: from several passes, micro-batches or ranks."""
         return self.passes > 1 or self.config.vertical or self.limits.slice_count > 0
+
+    @property
+    def resident_adds_up(self) -> bool:
+        """Whether gradients on the device have room for fp32 (adds_up_there)."""
+        return adds_up_there(self.known_passes, self.config)
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)
@@ -278,6 +359,9 @@ class PlanInput:
             total += unit.trained_weight * self.copies(changes=True, in_ram=weights)
             total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=weights)
             total += unit.state * self.copies(changes=True, in_ram=states)
+        for unit in self.resident:
+            total += (unit.trained_weight + unit.state) * self.copies(changes=True, in_ram=True)
+            total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=True)
         return total
 
     def checksum_bytes(self, swap_bytes: int) -> int:
@@ -310,6 +394,26 @@ def count(group: FlatParameterGroup, config: SwapConfig, stored: Sequence[Moment
         gradient_native=group.gradient_bytes,
         gradient_fp32=group.state_bytes(4),
     )
+
+
+def adds_up_there(passes: int | None, config: SwapConfig) -> bool:
+    """Return whether gradients on the device have room for fp32: unless a parameter is known to get one gradient.
+
+    Args:
+        passes: number of backward passes before a step; None: not known.
+        config: the swap config.
+    """
+    return passes != 1 or config.vertical
+
+
+def scratch_bytes(resident: Iterable[UnitBytes]) -> int:
+    """Return the bytes of device memory for temporary values in the updates of these units, and in the sums of squares
+    of their gradients.
+
+    It is SCRATCH_ITEMSIZE (device_update/rules.py) for each element that is updated at a time.
+    """
+    numel = max((group.numel for unit in resident for group in unit.local.trainable_groups), default=0)
+    return round_up(_SCRATCH_ITEMSIZE * min(numel, _SCRATCH_NUMEL), PAGE_BYTES)
 
 
 def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:

@@ -4,7 +4,8 @@ fit.
 [Note: who gets memory first]
 memory.host is divided in this order. Each part gets memory that the earlier parts leave:
 
-1. gradients that ranks exchange, and copies of weights that ranks keep for each other (`PlanInput.ranks_bytes`);
+1. gradients that ranks exchange, copies of weights that ranks keep for each other, states of resident units on their
+   way to the store, and activations that `activations: auto` keeps in RAM (`PlanInput.reserved_bytes`);
 2. gradients, or the window in which they land, together with the staging of updates. Placements of gradients are tried,
    the best first. Each is tried with the staging that suits the budget, then with the smallest staging (`_fitting`).
    The planner takes the first pair that leaves enough memory for everything that must be in RAM, or a later pair with
@@ -16,15 +17,20 @@ memory.host is divided in this order. Each part gets memory that the earlier par
 6. states that are read ahead (`ahead_bytes`);
 7. shadows of updates whose states rest in RAM (`reserve_in_ram`).
 
-memory.device is for slots, the ring, and weights that wait to be decoded. The ring is as long as possible while it
-leaves enough memory for the slots (budgets.py: device_bytes).
+memory.device is for activations, resident units (resident_units.py), slots, the ring, and weights that wait to be
+decoded. If the batch is known, activations get what they need, and the other parts get the rest; if not, the other
+parts get a share (MemoryLimits.for_weights). The ring is as long as possible while it leaves enough memory for the
+slots (budgets.py: device_bytes). If the rates of the machine are known, too, the planner compares shares of resident
+units, and plans with and without recomputation (fastest_plan.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -32,9 +38,10 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, UpdateStaging, copies_bytes, device_bytes, fits_slots, plan_staging
 from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, CommitFrequency, frequency_of
-from infinity.plan.device_memory import available_device_bytes, available_host_bytes
 from infinity.plan.disk import DiskLimits, disks_of
+from infinity.plan.fastest_plan import KeptActivations, fastest, ways_to_keep
 from infinity.plan.layout import lay_out
+from infinity.plan.machine_resources import available_device_bytes, available_host_bytes
 from infinity.plan.nvme_traffic import NvmeTraffic, traffic
 from infinity.plan.placement import (
     ChosenTiers,
@@ -46,18 +53,30 @@ from infinity.plan.placement import (
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.plan_input import NO_PEERS, MemoryLimits, PeerFacts, PlanInput, UnitBytes, count, secondary_bytes
+from infinity.plan.plan_input import (
+    DECODING_SCRATCH_BYTES,
+    NO_PEERS,
+    MemoryLimits,
+    PeerFacts,
+    PlanInput,
+    UnitBytes,
+    adds_up_there,
+    count,
+    secondary_bytes,
+)
+from infinity.plan.resident_units import resident_units
 from infinity.plan.speculation_memory import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
-from infinity.sizes import enough_bytes, format_bytes
+from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookedModule
 from infinity.state.moments import STORED
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
 """Default of memory.host, as a share of the RAM that is available when the plan is made."""
 DEVICE_SHARE = 0.9
 """Default of memory.device, as a share of the device's free memory."""
+_KEPT_BYTES_MAX = 32 << 30  # of activations in RAM
 
 
 def make_plan(
@@ -75,7 +94,8 @@ def make_plan(
     Args:
         units: all units, in the order of their indices.
         terms: terms of the run. If accumulation_steps is not known, one pass is counted. If accumulation_steps is 1,
-            gradients leave more RAM to states, provided that a step moves fewer bytes this way.
+            gradients leave more RAM to states, provided that a step moves fewer bytes this way. If `step` is known, the
+            plan leaves room for its activations.
         can_recompute: whether the model can switch activation recomputation on.
         sites: the units that each module needs; empty: every unit has a module of its own.
         peers: facts about the other ranks; if there are several ranks, the plan covers the slices of this rank.
@@ -95,31 +115,67 @@ def make_plan(
         for mine, whole in zip(kept, units, strict=True)
     )
 
-    if fits_slots(units, limits):
-        peers = replace(peers, near=None)  # weights that are in their slots until their update are gathered only once
-    secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
+    adds_up = adds_up_there(terms.accumulation_steps, config)
+    recompute = _recompute(config, can_recompute)
+    plans: dict[tuple[KeptActivations, frozenset[int]], Plan] = {}
 
-    def plan(commits: CommitFrequency) -> Plan:
-        inputs = PlanInput(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
-        made = _plan(inputs, commits, terms.device, can_recompute=can_recompute, sites=sites, resumes=terms.resumes)
-        return replace(made, peers=peers)
+    def made(kept: KeptActivations, share: float) -> Plan:
+        """Return the plan with a share of the resident units that fit, for one way to keep activations."""
+        config = terms.config.model_copy(update={"activations": kept.tier})
+        room = _beside_activations(limits, terms, kept, decodes=any(unit.encoded for unit in counted))
+        # weights that are in their slots until their update are gathered only once
+        among = replace(peers, near=None) if fits_slots(units, room) else peers
+        secondary = 0 if among.near is None else secondary_bytes(units, among.near)
+        chosen = resident_units(config, room, counted, sites, adds_up=adds_up, refusal=terms.refusal, share=share)
+        if (kept, chosen) in plans:  # another share of the same units
+            return plans[kept, chosen]
+        resident = tuple(unit for unit in counted if unit.index in chosen)
+        others = tuple(unit for unit in counted if unit.index not in chosen)
 
-    if commits is not None:
-        return plan(commits)
-    if config.commit_every != "auto":
-        return plan(CommitFrequency(config.commit_every))
-    trains = any(unit.trainable_groups for unit in units)
-    return _with_commits(plan, config, there, trains=trains, resumes=terms.resumes)
+        def plan(commits: CommitFrequency) -> Plan:
+            inputs = PlanInput(
+                config, room, there, others, stored, terms.accumulation_steps, commits.every, secondary, resident
+            )
+            made = _plan(inputs, commits, terms.device, recompute=kept.recompute, sites=sites, resumes=terms.resumes)
+            return replace(made, peers=among)
+
+        trains = any(unit.trainable_groups for unit in units)
+        found = plan(commits) if commits else _with_commits(plan, config, there, trains=trains, resumes=terms.resumes)
+        plans[kept, chosen] = found
+        return found
+
+    return fastest(made, config, terms.step, ways_to_keep(config, limits, terms.step, recompute=recompute))
+
+
+def _beside_activations(
+    limits: MemoryLimits, terms: OffloadArguments, kept: KeptActivations, *, decodes: bool
+) -> MemoryLimits:
+    """Return the limits with the bytes that activations need, if the batch is known."""
+    if terms.step is None or limits.in_place:
+        return limits
+    chosen = terms.config.activations == "auto" and kept.tier == "host"
+    away = {"host": float(_KEPT_BYTES_MAX) if chosen else math.inf, "nvme": math.inf}.get(kept.tier, 0.0)
+    work = terms.step.work(recompute=kept.recompute, vertical=terms.config.vertical, away=away)
+    scratch = decodes * DECODING_SCRATCH_BYTES
+    return replace(
+        limits,
+        activations=work.peak_bytes + scratch,
+        block=work.block_bytes + scratch,
+        away=round_up(work.away_bytes, PAGE_BYTES) if chosen or kept.tier == "nvme" else 0,
+    )
 
 
 def _with_commits(
     plan: Callable[[CommitFrequency], Plan], config: SwapConfig, disks: DiskLimits, *, trains: bool, resumes: bool
 ) -> Plan:
-    """Return the plan that commits as often as it can at little cost, if the disks have room.
+    """Return the plan that commits as often as the config says, or as often as it can at little cost, if the disks have
+    room.
 
     `plan` makes a plan for a given frequency of commits. The placement is the same for every frequency except 0.
     `trains` is whether a part of the model is trained, on this rank or on another rank.
     """
+    if config.commit_every != "auto":
+        return plan(CommitFrequency(config.commit_every))
     if not config.nvme.paths:
         if resumes:
             raise ConfigError("there is nothing to resume without nvme.paths: name the directories of the run")
@@ -148,7 +204,7 @@ def _plan(
     commits: CommitFrequency,
     device: torch.device,
     *,
-    can_recompute: bool,
+    recompute: bool,
     sites: Sequence[HookedModule],
     resumes: bool,
 ) -> Plan:
@@ -156,7 +212,7 @@ def _plan(
     chosen = _place(inputs, resumes=resumes)
     staging, placed, gradients = chosen.staging, chosen.placed, chosen.gradients
     _require_paths(inputs, placed, gradients)
-    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + inputs.ranks_bytes
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + inputs.reserved_bytes
     reserved = reserve(inputs, placed, gradients, inputs.limits.host - host_bytes)
     copies = copies_bytes(inputs, placed.weights, inputs.limits.host - host_bytes - reserved.host_bytes)
     host_bytes += reserved.host_bytes + copies
@@ -164,13 +220,21 @@ def _plan(
     ahead = ahead_bytes(inputs, placed, staging.tile_bytes, room, reserved.shadow_bytes)
     reserved, before = reserve_in_ram(inputs, placed, gradients, reserved, room - ahead), reserved
     host_bytes += reserved.host_bytes - before.host_bytes
+    activations = _activations(inputs)
+    kept = 0  # states have precedence in RAM over activations, except if the plan would not fit without this RAM
+    if activations == "host" and not inputs.limits.away:
+        kept = min(max(inputs.limits.host - host_bytes - ahead, 0), _KEPT_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
+    host_bytes += kept
     placement = StatePlacement(
-        weights=placed.weights,
-        optimizer=placed.optimizer,
-        gradients=TierSplit("nvme" if gradients.spills else "host", gradients.in_ram),
+        weights=_beside(placed.weights, inputs, others=bool(inputs.units)),
+        optimizer=_beside(placed.optimizer, inputs, others=bool(inputs.trained)),
+        gradients=_beside(
+            TierSplit("nvme" if gradients.spills else "host", gradients.in_ram), inputs, others=bool(inputs.trained)
+        ),
         form=NumberFormats(config.master, config.moments, inputs.stored, gradients.fp32),
         updates=reserved.updates,
-        activations=_activations(config, can_recompute),
+        activations=activations,
+        recompute=recompute,
         commits=commits,
         keep=config.keep,
         pins=config.pins,
@@ -181,11 +245,15 @@ def _plan(
         slot_bytes=slots,
         ring=ring,
         longest_ring_bytes=longest,
+        resident_bytes=inputs.resident_bytes,
+        scratch_bytes=inputs.scratch_bytes,
         decoding_bytes=0 if inputs.limits.in_place else inputs.decoding_bytes,
         decodes=bool(inputs.decoded),
         upload_bytes=placed.upload_bytes,
         bounce_bytes=placed.bounce_bytes,
         copies_bytes=copies,
+        commit_bytes=inputs.commit_bytes,
+        activation_bytes=inputs.activation_bytes + kept,
         exchange_bytes=inputs.exchange_bytes,
         secondary_bytes=inputs.secondary_bytes,
         landing_bytes=gradients.landing_bytes,
@@ -202,6 +270,12 @@ def _plan(
     if plan.host_bytes != host_bytes + ahead:
         raise AssertionError(f"placed within {host_bytes + ahead} bytes of host memory, laid out in {plan.host_bytes}")
     return plan
+
+
+def _beside(split: TierSplit, inputs: PlanInput, *, others: bool) -> TierSplit:
+    """Return the tiers of all units. `split` has the tiers of the units that are not resident, if there are others."""
+    resident = frozenset(unit.index for unit in inputs.resident)
+    return replace(split, tier=split.tier if others or not resident else "device", resident=resident)
 
 
 def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PEERS) -> MemoryLimits:
@@ -250,7 +324,7 @@ class _PlacementChoice:
     def shadow_bytes(self) -> int:
         """Bytes of host memory left for shadows of states in RAM; at most as many bytes as the updates of all such
         states need."""
-        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.inputs.ranks_bytes
+        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.inputs.reserved_bytes
         return min(self.inputs.limits.host - used, wanted_in_ram(self.inputs, self.placed, self.gradients))
 
 
@@ -294,7 +368,7 @@ def _fitting(inputs: PlanInput) -> Iterator[_PlacementChoice]:
     Raises:
         PlanError: no placement fits.
     """
-    host = inputs.limits.host - inputs.ranks_bytes
+    host = inputs.limits.host - inputs.reserved_bytes
     least = place(inputs, 0)
     stagings = {
         spills: [
@@ -318,7 +392,7 @@ def _fitting(inputs: PlanInput) -> Iterator[_PlacementChoice]:
         return
     tried = [
         (
-            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + inputs.ranks_bytes,
+            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + inputs.reserved_bytes,
             gradients,
         )
         for gradients in gradient_placements(inputs, 0)
@@ -351,14 +425,15 @@ def _host_error(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlace
 
 
 def _require_paths(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement) -> None:
-    on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
+    tiers = placed.weights.tier, placed.optimizer.tier, inputs.config.activations
+    on_nvme = gradients.spills or "nvme" in tiers
     _require_paths_for(inputs.config, inputs.commit_every, on_nvme=on_nvme)
 
 
 def require_paths(config: SwapConfig) -> None:
     """Check nvme.paths as far as possible before the model is known. Raises ConfigError."""
     commit_every = 0 if config.commit_every == "auto" else config.commit_every
-    _require_paths_for(config, commit_every, on_nvme="nvme" in (config.weights, config.optimizer))
+    _require_paths_for(config, commit_every, on_nvme="nvme" in (config.weights, config.optimizer, config.activations))
 
 
 def _require_paths_for(config: SwapConfig, commit_every: int, *, on_nvme: bool) -> None:
@@ -373,12 +448,21 @@ def _require_paths_for(config: SwapConfig, commit_every: int, *, on_nvme: bool) 
         )
 
 
-def _activations(config: SwapConfig, can_recompute: bool) -> str:
-    if config.activations == "recompute" and not can_recompute:
+def _activations(inputs: PlanInput) -> Literal["keep", "host", "nvme"]:
+    wanted = inputs.config.activations
+    if wanted == "nvme":
+        return "nvme"
+    return "host" if wanted == "host" and not inputs.limits.in_place else "keep"
+
+
+def _recompute(config: SwapConfig, can_recompute: bool) -> bool:
+    """Return whether blocks are recomputed. Raises ConfigError if the model cannot do what the config asks for."""
+    asked = "activations: recompute" if config.activations == "recompute" else "recompute: blocks"
+    if (config.activations == "recompute" or config.recompute == "blocks") and not can_recompute:
         raise ConfigError(
-            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use torch.utils.checkpoint "
-            "in the model and set activations: keep."
+            f"{asked}, but the model has no gradient_checkpointing_enable(). Use torch.utils.checkpoint in the model "
+            "and set recompute: none."
         )
-    if config.activations == "auto":
-        return "recompute" if can_recompute else "keep"
-    return config.activations
+    if config.recompute == "auto" and config.activations != "recompute":
+        return can_recompute and config.activations != "keep"
+    return config.recompute != "none"

@@ -59,6 +59,8 @@ def reserve(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement
         return SpeculationMemory(UpdateTiming(config.overlap))
     moved = [unit for unit in _moved(inputs, placed) if unit.index in gradients.in_ram]
     if not moved:
+        if inputs.resident and not inputs.trained:
+            return _none("the device updates all units that are trained")
         return _none("the gradients spill to NVMe" if _moved(inputs, placed) else "the states are in RAM")
     moved = [unit for unit in moved if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
     if not moved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 
@@ -15,10 +15,21 @@ class VisitTrace:
     after the position, in case visits were skipped. If the unit is not there, the trace looks for it from the start, in
     case visits were repeated. A visit of a unit that is not in the prediction leaves the position unchanged. Every
     visit is recorded, so that a changed order is learned within one iteration.
+
+    Experts are used only if a token is routed to them, which is known when their layer is reached: `expect` tells the
+    next visits then. Before, a visit of an expert is predicted only if the last iteration visited all experts.
+
+    Args:
+        prediction: the order of the first iteration.
+        routed: units that are experts.
     """
 
-    def __init__(self, prediction: Sequence[int]) -> None:
+    def __init__(self, prediction: Sequence[int], routed: Collection[int] = ()) -> None:
         self._seen: list[int] = []
+        self._routed = frozenset(routed)
+        self._uncertain = self._routed
+        self._expected: list[int] = []
+        self._decided: Collection[int] = ()
         self._predict(prediction)
 
     def _predict(self, order: Sequence[int]) -> None:
@@ -34,7 +45,13 @@ class VisitTrace:
         index = bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
 
+    def expect(self, units: Iterable[int], among: Collection[int]) -> None:
+        """Expect visits of these units next, and until the next call none of the other units in `among`."""
+        self._expected, self._decided = list(units), frozenset(among)
+
     def visit(self, unit: int) -> None:
+        if unit in self._expected:
+            del self._expected[: self._expected.index(unit) + 1]
         if self._seen and self._seen[-1] == unit:
             return
         self._seen.append(unit)
@@ -57,15 +74,27 @@ class VisitTrace:
         """End the iteration. The recorded visits become the prediction for the next iteration."""
         if self._seen:
             self._predict(self._seen)
+            self._uncertain = frozenset() if self._routed <= self._at.keys() else self._routed
             self._seen = []
         self._position = 0
+        self._expected, self._decided = [], ()
 
     def upcoming(self) -> Iterator[int]:
         """Iterate over the next units of this iteration, the nearest first.
 
-        The iterator stops at the end of the iteration, because the weights change there.
+        The iterator stops at the end of the iteration, because the weights change there, and at experts of which it is
+        not known yet which are used.
         """
-        return islice(self._order, self._position, None)
+        yield from self._expected
+        decided = self._decided
+        for unit in islice(self._order, self._position, None):
+            if unit in decided:
+                continue
+            if unit in self._uncertain:  # units behind these experts would be evicted again to make room for experts
+                return
+            if unit not in self._routed:
+                decided = ()  # experts behind this unit belong to another layer, or to the backward
+            yield unit
 
     def first_use(self, unit: int) -> int:
         """Return the number of visits from the beginning of the next iteration until `unit` is used."""
@@ -74,6 +103,8 @@ class VisitTrace:
 
     def next_use(self, unit: int) -> int:
         """Return the number of visits until `unit` is used again, in this iteration or in the next one."""
+        if unit in self._expected:
+            return self._expected.index(unit)
         positions, count = self._at.get(unit), len(self._order)
         if positions is None:
             return 2 * count + 1

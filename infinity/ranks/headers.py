@@ -40,7 +40,7 @@ class OperationHeader:
         subject: number of the operation's subject (CollectiveOperation.subject).
         sent, received: digests of the sizes; for a ControlMessage, the length of the payload, and 0.
         leader: number of the first of the ranks that gather the same data.
-        says: number that the rank announces with the operation (RankExchange.say); the ranks do not compare it.
+        says: number that the rank announces with the operation (CollectiveQueue.say); the ranks do not compare it.
         name: name of the subject, truncated.
     """
 

@@ -56,15 +56,15 @@ class CollectiveOperation:
     """One collective, with its identity and its callbacks.
 
     Args:
-        collective: the data to move. Until the ticket is done, only the exchange may use the memory of the data.
+        collective: the data to move. Until the ticket is done, only the queue may use the memory of the data.
         subject: number that is the same on all ranks, such as the index of a unit. The ranks compare this number before
             any data is moved.
         name: name of the subject, for messages: "unit 'layers.3'", "step 7".
         after: functions that are called in this order before the collective is started. They wait until this rank's
             slice is filled, for example by a read. If such a function raises an exception, this rank has failed.
-        arrived: function that is called on the exchange's thread when the bytes have arrived, before the ticket is
-            done. The function must be short, because the next operation waits for it. With a device, the function makes
-            the stream that uses the bytes wait for the exchange's stream.
+        arrived: function that is called on the queue's thread when the bytes have arrived, before the ticket is done.
+            The function must be short, because the next operation waits for it. With a device, the function makes the
+            stream that uses the bytes wait for the stream of the collectives.
     """
 
     collective: AllGather | AllToAll | ControlMessage

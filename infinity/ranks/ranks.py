@@ -34,7 +34,7 @@ from infinity.ranks.watch import PeerWatch, private
 
 Gathered = Literal["auto", "world", "node", "none"]
 
-_MARGIN_S = 60.0  # gloo's deadline is later, so that the error is that of the exchange, which names the rank
+_MARGIN_S = 60.0  # gloo's deadline is later, so that the error is that of the collective queue, which names the rank
 _numbers = itertools.count()  # the same on all ranks, because they offload their models in the same order
 
 
@@ -128,7 +128,7 @@ class Ranks:
 
         Args:
             gather: ranks that form the group G; auto: the ranks of one machine.
-            deadline_s: seconds for which each rank waits for each other rank: nvme.deadline_s and a margin.
+            deadline_s: seconds for which each rank waits for each other rank (SwapConfig.ranks_deadline_s).
             machine: name of this machine, which is the same for all its ranks; by default the host's name and boot id.
             even_alone: whether the ranks are returned even if the group has only one rank.
 

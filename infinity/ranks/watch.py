@@ -44,6 +44,11 @@ _STORE_S = 5.0  # seconds within which the store must answer if a thread waits f
 _TEXT_MAX = 2000
 
 Trouble = Literal["connection", "deadline"]
+_EQUALLY_OFTEN = (
+    "All ranks must call the model and infinity's functions equally often: give each rank the same number of batches, "
+    "also in an evaluation, and evaluate and save on all ranks. If a rank does something else for longer, raise "
+    "ranks.deadline_s in the swap config. Start all ranks again, and resume from the last generation."
+)
 Entry = dict[str, Any]
 
 
@@ -220,7 +225,7 @@ class PeerWatch:
         behind = tuple(rank for rank, (i, p, _) in sorted(self._alive.items()) if (i, p) < (index, phase))
         where = "; ".join(f"rank {rank} is at {self._alive[rank][2]}" for rank in sorted(self._alive))
         if behind and trouble == "deadline":
-            return PeerError(f"{listed(behind)} did not reach {what} {detail} ({where})", behind)
+            return PeerError(f"{listed(behind)} did not reach {what} {detail} ({where})", behind, _EQUALLY_OFTEN)
         return PeerError(f"{what} did not end, though all ranks are alive: {detail} ({where})")
 
     def _died(self, ranks: Collection[int], detail: str = "") -> PeerError:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, PlanError, ResumeError
-from infinity.ranks.exchange import RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue
 
 _SIGN_OF_LIFE_S = 10.0
 _SAME_CLASS = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
@@ -110,12 +110,12 @@ class SingleProcessWorld(World):
 class MultiRankWorld(World):
     """World of several ranks; in tests also of a single rank."""
 
-    def __init__(self, exchange: RankExchange) -> None:
-        self.exchange = exchange
-        self.rank, self.size = exchange.rank, exchange.world
+    def __init__(self, collectives: CollectiveQueue) -> None:
+        self.collectives = collectives
+        self.rank, self.size = collectives.rank, collectives.world
 
     def tell(self, what: str, told: Any) -> list[Any]:
-        return self.exchange.tell(what, told)
+        return self.collectives.tell(what, told)
 
     def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
         failed, mine = None, None
@@ -149,7 +149,7 @@ class MultiRankWorld(World):
             part.clear()
 
     def fail(self, error: BaseException) -> None:
-        self.exchange.fail(error)
+        self.collectives.fail(error)
 
     def close(self) -> bool:
-        return self.exchange.close()
+        return self.collectives.close()

@@ -42,20 +42,28 @@ def tile_to_fit(model: nn.Module, error: DeviceRoomError, plan: Callable[[nn.Mod
         Whether the plan fits with tiles.
     """
     limit, layers = error.limit_bytes, dict(model.named_modules())
-    large = {name: nbytes for name, nbytes in _layers(model).items() if 2 * nbytes > limit}
-    for share in _SHARES if large else ():
-        tiles = {name: min(-(-nbytes * share // limit), _rows(layers[name])) for name, nbytes in large.items()}
-        if _fits(model, tiles, plan):
-            break
-    else:
-        return False
+    tiles, nbytes = tiles_to_fit(model, error, plan), _layers(model)
     for name, count in tiles.items():
         tile(cast("nn.Linear", layers[name]), count)
         logger.info(
             "memory.device is %s, and '%s' has %s of weights: it runs in %d tiles",
-            format_bytes(limit), name or type(model).__name__, format_bytes(large[name]), count,
+            format_bytes(limit), name or type(model).__name__, format_bytes(nbytes[name]), count,
         )  # fmt: skip
-    return True
+    return bool(tiles)
+
+
+def tiles_to_fit(model: nn.Module, error: DeviceRoomError, plan: Callable[[nn.Module], object]) -> dict[str, int]:
+    """Return the layers to tile so that the plan fits, by name, each with its number of tiles; {} if it never fits.
+
+    The arguments are as for tile_to_fit. The model does not change.
+    """
+    limit, layers = error.limit_bytes, dict(model.named_modules())
+    large = {name: nbytes for name, nbytes in _layers(model).items() if 2 * nbytes > limit}
+    for share in _SHARES if large else ():
+        tiles = {name: min(-(-nbytes * share // limit), _rows(layers[name])) for name, nbytes in large.items()}
+        if _fits(model, tiles, plan):
+            return tiles
+    return {}
 
 
 def _fits(model: nn.Module, tiles: Mapping[str, int], plan: Callable[[nn.Module], object]) -> bool:

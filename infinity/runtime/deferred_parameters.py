@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import ModelError
 from infinity.state.codec import decode
 from infinity.state.frozen_codecs import encoded_form, forget, pass_on
-from infinity.state.values import Source
+from infinity.state.values import RowsSource, Source
 from infinity.units.released_parameters import (
     ParameterLender,
     ReleasedParameter,
@@ -250,6 +250,8 @@ class RowsReader(ValueReader):
         self._begin, self._end = begin, end
 
     def __call__(self) -> torch.Tensor:
+        if isinstance(self.source, RowsSource):
+            return self.source.rows(self.name, self._begin, self._end)
         return super().__call__()[self._begin : self._end]
 
 

@@ -13,7 +13,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved_tensors import SavedTensors
-from infinity.runtime.tiles import TiledLinear
+from infinity.runtime.tiles import tiles_in
 from infinity.state.layer_tiles import LayerTile
 
 
@@ -150,9 +150,9 @@ def _tensors(model: nn.Module, coordinator: Coordinator) -> Iterator[tuple[str, 
             return parameter.detach().clone()
 
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, TiledLinear):
-            for name in ("weight", "bias"):
-                parts = [value_of(part, tile) for tile in module.tiles if (part := tile._parameters[name]) is not None]
+        if tiles := tiles_in(module):
+            for name in tiles[0]._parameters:
+                parts = [value_of(part, tile) for tile in tiles if (part := tile._parameters[name]) is not None]
                 if parts:
                     yield _join(prefix, name), torch.cat(parts)
         for name, parameter in module._parameters.items():

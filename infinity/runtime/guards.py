@@ -19,8 +19,8 @@ from infinity.base.interrupt import uninterruptible
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, ReleasedParameterError
+from infinity.runtime.caller_frame import CallerFrame
 from infinity.runtime.gathered import gathered, not_gathered
-from infinity.runtime.live_call import CallerFrame
 from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
@@ -82,7 +82,7 @@ class _OpenGatherings:
     or load_state_dict.
 
     If an exception ended the call, the next operation closes the context and drops its changes ([Note: calls that die]
-    in live_call.py).
+    in caller_frame.py).
 
     Args:
         beyond: names of functions that run between the hooks and the call; see CallerFrame.

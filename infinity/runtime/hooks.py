@@ -15,7 +15,7 @@ If a forward ends without its post-hooks, the uses of units that it counted are 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,11 +31,12 @@ from infinity.coordinator.gradient_handle import GradientFactors, GradientHandle
 from infinity.coordinator.structure import ModelStructure
 from infinity.errors import ModelError
 from infinity.runtime.backward_ends import BackwardEnds
+from infinity.runtime.caller_frame import CallerFrame
 from infinity.runtime.guards import UncopyableHook, not_compiled
-from infinity.runtime.live_call import CallerFrame
 from infinity.runtime.recomputed_weights import free_recomputed
 from infinity.runtime.saved_tensors import SavedBytesCounter, SavedTensors
 from infinity.state.discover import HookedModule
+from infinity.state.layer_tiles import ExpertTile
 from infinity.state.unit import ParameterPlace
 from infinity.units.released_parameters import in_backward
 
@@ -156,9 +157,13 @@ class RootForward:
         self.coordinator.forget_uses()
 
     @contextmanager
-    def weighing(self) -> Iterator[SavedBytesCounter]:
-        """Count the bytes of tensors that forwards in this context keep for the backward. Yields the counter."""
-        self._saved.kept = kept = SavedBytesCounter()
+    def weighing(self, staying: Iterable[torch.Tensor]) -> Iterator[SavedBytesCounter]:
+        """Count the bytes of tensors that forwards in this context keep for the backward. Yields the counter.
+
+        Args:
+            staying: tensors that exist before the forward and after it, which do not count.
+        """
+        self._saved.kept = kept = SavedBytesCounter(staying)
         try:
             yield kept
         finally:
@@ -317,13 +322,15 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 class UnitPostForward(UncopyableHook):
     """Post-forward hook of a module that owns parameters: it releases the units, and sets hooks on the outputs.
 
-    The hook on an output announces the backward of the units that made the output. An input that the module returns
-    unchanged gets no second hook: the module's units did not make this tensor.
+    The hook on an output announces the backward of the units that made the output, and keeps the units beside them. An
+    input that the module returns unchanged gets no second hook: the module's units did not make this tensor.
     """
 
-    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], root_forward: RootForward) -> None:
+    def __init__(self, coordinator: Coordinator, site: HookedModule, root_forward: RootForward) -> None:
         self._coordinator = coordinator
-        self._units = units
+        self._units = site.units
+        routed = isinstance(site.module, ExpertTile)
+        self._backward_units = (*site.units, *(site.beside if routed else ()))
         self._root_forward = root_forward
 
     @uninterruptible
@@ -336,7 +343,7 @@ class UnitPostForward(UncopyableHook):
         if output is None:
             return None
         output, leaves = self._without_aliases(output)
-        announce = _PreBackwardHook(self._coordinator, self._units)
+        announce = _PreBackwardHook(self._coordinator, self._backward_units)
         given = {id(leaf) for leaf in tree_leaves((args, kwargs))} if len(leaves) > 1 else set[int]()
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):

@@ -3,7 +3,7 @@ forward and once in the backward.
 
 [Note: the order of micro-batches]
 Ordinary accumulation runs one micro-batch after the other, and reads all weights for each micro-batch.
-infinity.backward runs all micro-batches through one stage (chain.py) before the next stage begins:
+infinity.backward runs all micro-batches through one stage (stage_chain.py) before the next stage begins:
 
     forward     stage 0: m0 m1 m2 │ stage 1: m2 m1 m0 │ …          to and fro: the newest output is used first
     last stage  m0 forward, m0 backward, m1 forward, m1 backward, …  so that one micro-batch's logits exist at a time
@@ -38,16 +38,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.runtime.backward_ends import BackwardEnds
-from infinity.runtime.chain import AttributeSnapshot, BufferSnapshot, StageChain, StageRecorder
 from infinity.runtime.graph_cuts import CuttableModule, watched
 from infinity.runtime.hooks import RootForward
 from infinity.runtime.random_streams import RandomStreams
 from infinity.runtime.saved_tensors import is_hooked
-from infinity.runtime.vertical import VerticalBackward
+from infinity.runtime.stage_chain import AttributeSnapshot, BufferSnapshot, StageChain, StageRecorder
+from infinity.runtime.vertical_micro_batches import VerticalBackward
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookedModule
 
@@ -198,11 +199,14 @@ class MicroBatchBackward:
     def _room_bytes(self) -> int:
         """Return the bytes of memory.device that the plan leaves for activations.
 
-        If the device's memory is RAM, the bytes of memory.host that the plan does not use are added.
+        If the device's memory is RAM, the bytes of memory.host that the plan does not use are added. With activations:
+        host, the RAM for activations is added.
         """
         plan = self._coordinator.plan
         limits = plan.budgets.limits
         room = limits.device - plan.device_bytes
+        if plan.placement.activations == "host":
+            room += plan.budgets.activation_bytes
         return max(room + (limits.host - plan.host_bytes if limits.in_place else 0), 0)
 
     def _mode_now(self) -> tuple[bool, ...]:
@@ -238,7 +242,7 @@ class MicroBatchBackward:
         assert model is not None
         for _ in range(2):
             mode, attributes = self._mode_now(), AttributeSnapshot(model)
-            chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)))
+            chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)), _tensors(micro_batch))
             if not attributes.changed():
                 break
         ran = self._mode_now()  # the loss function may have set the mode (the loss function of a Trainer does)
@@ -255,7 +259,11 @@ class MicroBatchBackward:
             )
 
     def _recorded(
-        self, model: nn.Module, attributes: AttributeSnapshot, forward: Callable[[], torch.Tensor]
+        self,
+        model: nn.Module,
+        attributes: AttributeSnapshot,
+        forward: Callable[[], torch.Tensor],
+        inputs: Sequence[torch.Tensor],
     ) -> tuple[StageChain | None, str]:
         """Return the stages of a forward, and the reason why micro-batches cannot go through these stages together; ""
         if they can.
@@ -264,7 +272,7 @@ class MicroBatchBackward:
         """
         before, buffers = self._root_forward.begun, BufferSnapshot(model)
         try:
-            with self._root_forward.weighing() as kept:
+            with self._root_forward.weighing([*model.buffers(), *inputs]) as kept:
                 recorder = StageRecorder(kept)
                 with watched(self._sites), recorder.running():
                     loss = forward()
@@ -301,3 +309,9 @@ def _scalar(loss: object) -> torch.Tensor:
         f"the loss function of infinity.backward returned {found}: it must return the scalar tensor whose .backward() "
         "a loop would call, such as model(**batch).loss"
     )
+
+
+def _tensors(micro_batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a micro-batch with ordinary memory."""
+    leaves = [each for each in tree_leaves(micro_batch) if isinstance(each, torch.Tensor)]
+    return [each for each in leaves if each.layout == torch.strided]

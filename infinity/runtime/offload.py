@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.access.generation_pinning import local_digest, require_none_pinned
 from infinity.access.opening import from_source, open_coordinator, plan_for
-from infinity.access.pinning import local_digest, require_none_pinned
 from infinity.access.resuming import from_generation
 from infinity.base.fork import use
 from infinity.config import SwapConfig
@@ -27,6 +27,7 @@ from infinity.runtime.accumulation_methods import MethodHandle, give_methods
 from infinity.runtime.auto_tile import tile_to_fit
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.deferred_parameters import is_a_deferred, values_of
+from infinity.runtime.experts import cut_banks
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     ParameterHooks,
@@ -44,7 +45,8 @@ from infinity.runtime.tiles import by_rows, require_untied
 from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.frozen_codecs import pass_on
 from infinity.state.moments import STORED, OptimizerName
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
+from infinity.state.training_step import StepFacts
 from infinity.state.values import Source
 from infinity.units.released_parameters import nan_placeholder
 
@@ -60,6 +62,7 @@ def offload(
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
+    tokens: int | StepFacts | None = None,
     source: Source | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
@@ -82,6 +85,11 @@ def offload(
             With 1, gradients are kept in 16 bits until the step if this leaves more RAM to states. None: the number is
             not known, and gradients of further passes get RAM before states. A wrong number costs time, but changes no
             bit of the result.
+        tokens: number of tokens in a micro-batch, at most (with `vertical: true`, in all micro-batches that go through
+            the model together); None: not known. The plan leaves as much of memory.device to
+            activations as this number of tokens needs, and gives the rest to weights and states; without the number,
+            it gives them half. On a GPU, one process measures the rates of the machine in a few seconds, and takes the
+            plan with the shortest predicted step. A wrong number changes no bit of the result.
         source: function that returns the value of a parameter, given its name; None: the model has the values.
         faults: transfers that must fail, for tests.
 
@@ -95,12 +103,14 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory has the generations of an earlier run.
     """
-    return offload_on(model, OffloadArguments.of(config, device, optimizer, accumulation_steps, faults), source)
+    terms = OffloadArguments.of(config, device, optimizer, accumulation_steps, faults, tokens)
+    return offload_on(model, terms, source)
 
 
 def offload_on(model: Model, terms: OffloadArguments, source: Source | None = None) -> Model:
     """Do the work of offload(), with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
+    cut_banks(model, terms.config.experts)
 
     def attempt() -> Model:
         return offload_values(model, terms, None if source is None else by_rows(model, source))
@@ -189,7 +199,9 @@ def _offload(model: Model, terms: OffloadArguments, fill: Callable[[Coordinator]
     try:
         move_buffers(model, terms.device)
         coordinator.share_buffers(dict(model.named_buffers()), fresh=not terms.resumes)
-        if coordinator.plan.placement.activations == "recompute":
+        if terms.config.activations == "recompute":
+            logger.info("activations: recompute is the older spelling of recompute: blocks")
+        if coordinator.plan.placement.recompute:
             _recompute(model)
         structure = ModelStructure(model)
         on_parameters, on_modules = _install(model, found, coordinator, structure)
@@ -358,7 +370,7 @@ def _install(
     on_modules: list[HookHandle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
-        leave = UnitPostForward(coordinator, site.units, root_forward)
+        leave = UnitPostForward(coordinator, site, root_forward)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
     # The root candidates' pre-hooks run before the sites' pre-hooks, and their post-hooks run after the sites'
     # post-hooks, because a module may be both a root candidate and a site.

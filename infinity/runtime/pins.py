@@ -1,5 +1,6 @@
 """Checkpoint folders that pin generations. Such a folder contains exported weights; the optimizer states stay in the
-store until the folder is removed or unpinned ([Note: a checkpoint folder and its generation], io/pins.py)."""
+store until the folder is removed or unpinned ([Note: a checkpoint folder and its generation],
+io/generation_pins.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from infinity.access import pinning
+from infinity.access import generation_pinning
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.io.pins import PinMarker, folder_path
+from infinity.io.generation_pins import PinMarker, folder_path
 from infinity.sharded.rank_agreement import meeting
 
 
@@ -40,7 +41,7 @@ def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None)
         InfinityError: the generation or the marker could not be written; the folder does not look resumable.
     """
     where = None if into is None else folder_path(into)
-    return pinning.pin(registry.coordinator_of(model), folder_path(folder), where)
+    return generation_pinning.pin(registry.coordinator_of(model), folder_path(folder), where)
 
 
 def unpin(model: nn.Module, folder: str | Path) -> None:
@@ -53,7 +54,7 @@ def unpin(model: nn.Module, folder: str | Path) -> None:
     Raises:
         SwapIOError: the generation could not be unpinned and stays pinned.
     """
-    pinning.unpin(registry.coordinator_of(model), folder_path(folder))
+    generation_pinning.unpin(registry.coordinator_of(model), folder_path(folder))
 
 
 def pinned(model: nn.Module) -> dict[Path, int]:
@@ -61,7 +62,7 @@ def pinned(model: nn.Module) -> dict[Path, int]:
 
     Folders that no longer exist are included.
     """
-    return pinning.pinned(registry.coordinator_of(model))
+    return generation_pinning.pinned(registry.coordinator_of(model))
 
 
 def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> PinMarker:
@@ -80,7 +81,7 @@ def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | S
         PeerError: another rank failed.
     """
     resolved = load_config(config)
-    with meeting(resolved.nvme.deadline_s) as tell:
-        marker = pinning.generation_of(folder_path(folder), resolved.nvme.paths)
+    with meeting(resolved.ranks_deadline_s) as tell:
+        marker = generation_pinning.generation_of(folder_path(folder), resolved.nvme.paths)
         tell(f"looking for the generation that {folder} names", None)
         return marker

@@ -31,7 +31,8 @@ from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from infinity.runtime.saved_tensors import SavedTensors, SavedWeight, is_hooked, unchanged
+from infinity.runtime.saved_tensors import SavedTensors, SavedWeight, is_hooked
+from infinity.state.saved_version import unchanged
 
 _lock = threading.RLock()  # the garbage collector may call _forget anywhere
 _known: tuple[weakref.ref[SavedTensors], ...] = ()
@@ -103,6 +104,16 @@ _pack_uncompiled = _disable_dynamo(_pack_with)  # torch disables dynamo for its 
 def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
     kept = unpack(packed)
     return kept.view_of_now() if isinstance(kept, _ViewStandIn) else kept
+
+
+def only_saved_tensors_matter() -> bool:
+    """Return whether this thread recomputes a non-reentrant checkpoint's function, for the tensors that it saves.
+
+    The outputs of the function are not used. Before torch 2.8 the result is always False (saved_tensors.is_hooked).
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    return hooks is not None and getattr(hooks[0], "func", None) is _pack_uncompiled
 
 
 def _pack(tensor: torch.Tensor) -> _ViewStandIn | tuple[torch.Tensor, int]:

@@ -13,7 +13,7 @@ the carrier is the sum so far:
     input ──▶ _CarrierStart ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ +
     tile 0 input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
 
-The outputs of all other tiles are inputs of the last tile, so that the tiles form a chain (chain.py).
+The outputs of all other tiles are inputs of the last tile, so that the tiles form a chain (stage_chain.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -38,9 +38,10 @@ from infinity.runtime.deferred_parameters import (
     name_of_deferred,
     rows_of_deferred,
 )
+from infinity.state.frozen_codecs import remember_rows
 from infinity.state.layer_tiles import LayerTile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
-from infinity.state.values import Source
+from infinity.state.values import RowsSource, Source
 
 _WIDE_BYTES = 16 << 20
 """Largest number of bytes of 16-bit weights converted to fp32 at a time for the gradient of the input."""
@@ -92,11 +93,28 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
         raise ConfigError(f"tiles is {tiles!r}: a layer of {rows} rows is cut into 2 to {rows} tiles")
     begins = _begins(rows, module.in_features, tiles)
     vars(module).pop("forward", None)
-    parameters = {key: module._parameters.pop(key) for key in _KEYS}
     module.__class__ = TiledLinear
-    made_of: dict[str, list[weakref.ref[nn.Parameter]]] = {key: [] for key in _KEYS}
+    cut_rows(module, _KEYS, begins, RowTile, f"a {module.in_features} to {rows} linear layer")
+    return module
+
+
+def cut_rows(
+    module: nn.Module, keys: Sequence[str], begins: Sequence[int], make: Callable[[], LayerTile], what: str
+) -> None:
+    """Replace parameters of a module by tiles of their rows, which become child modules.
+
+    Args:
+        module: the module.
+        keys: names of the parameters, which have the same number of rows.
+        begins: first row of each tile.
+        make: function that returns a new tile.
+        what: the module, for messages.
+    """
+    parameters = {key: module._parameters.pop(key) for key in keys}
+    rows = max(len(each) for each in parameters.values() if each is not None)
+    made_of: dict[str, list[weakref.ref[nn.Parameter]]] = {key: [] for key in keys}
     for index, (begin, end) in enumerate(zip(begins, [*begins[1:], rows], strict=True)):
-        made = RowTile()
+        made = make()
         for key, parameter in parameters.items():
             part = _rows(parameter, key, index, begin, end)
             made.register_parameter(key, part)
@@ -104,11 +122,15 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
         module.add_module(tile_name(index), made)
     for key, parameter in parameters.items():
         if parameter is not None:
-            _cut[parameter] = f"the {key} of a {module.in_features} to {rows} linear layer", made_of[key]
+            _cut[parameter] = f"the {key} of {what}", made_of[key]
             parameter.__class__ = type("Cut", (_ReplacedParameter, type(parameter)), {})
     module.register_state_dict_post_hook(_join)
     module.register_load_state_dict_pre_hook(_split)
-    return module
+
+
+def tiles_in(module: nn.Module) -> list[LayerTile]:
+    """Return the tiles of a module, in the order of their rows."""
+    return [each for each in module._modules.values() if isinstance(each, LayerTile)]
 
 
 class _ReplacedParameter(nn.Parameter):
@@ -121,8 +143,8 @@ class _ReplacedParameter(nn.Parameter):
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
         raise ModelError(
-            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, because memory.device has no "
-            "room for it: the gradient is in the tiles. Take model.parameters() again, after the optimizer is made."
+            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, so that the parts can move "
+            "apart: the gradient is in the tiles. Take model.parameters() again, after the optimizer is made."
         )
 
 
@@ -176,15 +198,18 @@ def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end:
         return None
     if is_a_deferred(parameter):
         layer = name_of_deferred(parameter).removesuffix(key)
-        return rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
-    values = parameter.detach()[begin:end]
-    if parameter.is_contiguous():  # a placeholder is not contiguous and has no memory to clone
-        values = values.clone()
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+        part = rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
+    else:
+        values = parameter.detach()[begin:end]
+        if parameter.is_contiguous():  # a placeholder is not contiguous and has no memory to clone
+            values = values.clone()
+        part = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    remember_rows(parameter, part, begin, end)
+    return part
 
 
-def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Tile the layers of a model in the same way as in an earlier run.
+def tile_as_linear(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Tile the linear layers of a model in the same way as in an earlier run.
 
     Layers of the earlier run that do not match the model are skipped.
 
@@ -224,6 +249,8 @@ def by_rows(model: nn.Module, source: Source) -> Source:
         if name not in rows:
             return source(name)
         place = rows[name]
+        if isinstance(source, RowsSource):
+            return source.rows(place.whole, place.begin, place.end)
         whole = source(place.whole)
         if tuple(whole.shape) != place.shape:
             raise ModelError(
@@ -361,6 +388,11 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
 
 
+def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a whole parameter, concatenated from its tiles. It is only for reading."""
+    return _ConcatenatedParameter.of(parts)
+
+
 class _CarrierStart(torch.autograd.Function):
     """Function that makes the carrier before the first tile. In the backward, the carrier's gradient becomes the
     gradient of the input."""
@@ -388,14 +420,14 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: torch.Tensor, carrier: torch.Tensor, tile: RowTile) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.tile, ctx.version = tile, _version(tile.weight)
+        ctx.tile, ctx.version = tile, version_of(tile.weight)
         return made.view_as(made), carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
         gradient, total = came
         if gradient is not None:
-            if _version(ctx.tile.weight) != ctx.version:
+            if version_of(ctx.tile.weight) != ctx.version:
                 raise StaleWeightsError(
                     "this backward pass needs the weights of a layer in tiles from before they were changed, by "
                     "optim.step() or in place. Call backward() on every loss before that."
@@ -404,7 +436,7 @@ class _InputGradient(torch.autograd.Function):
         return gradient, total, None
 
 
-def _version(weight: nn.Parameter) -> int:
+def version_of(weight: nn.Parameter) -> int:
     """Return a number that changes whenever the values of the weight change."""
     found = registry.find(weight)
     if found is None:
@@ -437,9 +469,9 @@ def _with_product(total: torch.Tensor | None, gradient: torch.Tensor, weight: to
 
 def _join(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
     """Replace the tiles' parameters in a state_dict by whole parameters."""
-    assert isinstance(module, TiledLinear)
-    for key in _KEYS:
-        names = [f"{prefix}{tile_name(index)}.{key}" for index in range(len(module.tiles))]
+    tiles = tiles_in(module)
+    for key in tiles[0]._parameters:
+        names = [f"{prefix}{tile_name(index)}.{key}" for index in range(len(tiles))]
         parts = [state_dict.pop(name) for name in names if name in state_dict]
         if parts:
             state_dict[prefix + key] = torch.cat(parts)
@@ -451,7 +483,12 @@ def _split(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any,
     Parameters of other shapes stay in the state_dict, so that torch reports them as unexpected keys.
     """
     done = set()
-    for name, place in rows_of({name: parameter.shape for name, parameter in module.named_parameters()}).items():
+    shapes = {
+        f"{tile_name(index)}.{key}": parameter.shape
+        for index, each in enumerate(tiles_in(module))
+        for key, parameter in each.named_parameters(recurse=False)
+    }
+    for name, place in rows_of(shapes).items():
         whole = state_dict.get(prefix + place.whole)
         if whole is not None and tuple(whole.shape) == place.shape:
             state_dict[prefix + name] = whole[place.begin : place.end]

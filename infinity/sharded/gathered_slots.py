@@ -4,7 +4,7 @@
 A fetch is a collective. Every rank begins the same fetches in the same order, independently of its free memory and of
 the progress of its updates. A fetch therefore never waits for memory. If views keep the memory of a released slot in
 use, the next slot temporarily takes additional memory. A fetch may have to wait for the update of this rank's slice, or
-for the read of the slice. The thread of the exchange does this waiting.
+for the read of the slice. The thread of the collectives does this waiting.
 
 [Note: the secondary partition]
 Weights may be gathered over a group G of ranks that is smaller than the group W over which states are sharded. The
@@ -25,7 +25,7 @@ import torch
 from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.plan.policy import long_from_top
-from infinity.ranks.exchange import OperationFuture, RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue, OperationFuture
 from infinity.ranks.operations import AllGather, CollectiveOperation
 from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
@@ -45,13 +45,13 @@ class GatheredSlotPool:
 
     Args:
         resources: resources of the model.
-        exchange: exchange between the ranks.
+        collectives: queue of the collectives of the ranks.
         shards: this rank's shards, by unit.
     """
 
-    def __init__(self, resources: ModelResources, exchange: RankExchange, shards: Sequence[Shard]) -> None:
+    def __init__(self, resources: ModelResources, collectives: CollectiveQueue, shards: Sequence[Shard]) -> None:
         self._resources = resources
-        self._exchange = exchange
+        self._collectives = collectives
         self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
         self._from_top = long_from_top(resources.arena.free_bytes)
         self._told = False
@@ -66,7 +66,7 @@ class GatheredSlotPool:
         """Start to gather weights. The result is never None ([Note: gathering]).
 
         Raises:
-            PeerError: the exchange is broken.
+            PeerError: the queue is broken.
         """
         shard, copy = self._shards[id(home)], self._copies.get(id(home))
         lease = self._lease(shard)
@@ -114,7 +114,7 @@ class GatheredSlotPool:
                 after=[own(index, lease.view(begin, end - begin))] if begin < end else [],
                 arrived=None if keep is None else partial(keep.fill, index, lease),
             )
-            tickets.append(self._exchange.submit(operation))
+            tickets.append(self._collectives.submit(operation))
         return _GatherFetch(lease, tickets)
 
     def _lease(self, shard: Shard) -> Lease:
@@ -152,8 +152,8 @@ class GatheredSlotPool:
 
 
 class _SliceCopy:
-    """Copy of this rank's slice of a unit's weights, in the division over G. The exchange's thread fills and reads the
-    copy.
+    """Copy of this rank's slice of a unit's weights, in the division over G. The thread of the collectives fills and
+    reads the copy.
 
     Attributes:
         shard: the slice.

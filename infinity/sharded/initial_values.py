@@ -115,7 +115,7 @@ class BroadcastFromFirst:
         value = mine.detach().clone(memory_format=torch.contiguous_format)
         buffer = value.reshape(-1).view(torch.uint8)
         slices = [buffer.numel(), *[0] * (self._world.size - 1)]
-        self._world.exchange.submit(
+        self._world.collectives.submit(
             CollectiveOperation(AllGather(buffer, slices, False), 0, f"the values of '{name}'")
         ).result()
         self._taken.append(name)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.io.arena import ArenaRegion, Lease, PinnedArena
-from infinity.ranks.exchange import OperationFuture, RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue, OperationFuture
 from infinity.ranks.operations import AllToAll, CollectiveOperation
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterPlace
@@ -72,7 +72,7 @@ class GradientOutbox:
     Args:
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
-        exchange: exchange between the ranks.
+        collectives: queue of the collectives of the ranks.
         space: memory for the gradients of two units in flight: one part for gradients that are sent, and one part for
             gradients that are received.
         before_landing: function that is called with the index of a unit before gradients of the unit land. The function
@@ -83,13 +83,13 @@ class GradientOutbox:
         self,
         shards: Sequence[Shard],
         local: Sequence[UnitGradients],
-        exchange: RankExchange,
+        collectives: CollectiveQueue,
         space: ArenaRegion,
         before_landing: Callable[[int], None],
     ) -> None:
         self._shards = shards
         self._local = local
-        self._exchange = exchange
+        self._collectives = collectives
         self._space = space
         self._before_landing = before_landing
         self._boxes: dict[int, _UnsentGradients] = {}
@@ -161,7 +161,7 @@ class GradientOutbox:
                 shard.full.index,
                 f"the gradients of unit '{shard.full.name}'",
             )
-            tickets.append(self._exchange.submit(operation))
+            tickets.append(self._collectives.submit(operation))
             at += nbytes
         self._on_way.append(_GradientsInFlight(shard, box, complete, received, tickets))
 

@@ -3,6 +3,7 @@ errors."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,12 @@ from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
 from infinity.plan.plan_input import NO_PEERS, PeerFacts, secondary_bytes
 from infinity.plan.planner import limits_of
-from infinity.ranks.exchange import RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
 from infinity.ranks.world import MultiRankWorld, SingleProcessWorld, World
-from infinity.sharded.shared_gradients import require_same
-from infinity.sharded.stores import (
+from infinity.sharded.multi_rank_gradients import require_same
+from infinity.sharded.rank_stores import (
     clear_leftovers,
     clear_others,
     remove_generations,
@@ -34,18 +35,16 @@ from infinity.sharded.stores import (
     require_none_pinned,
     run_and_steps_in,
 )
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition
-from infinity.state.terms import OffloadArguments
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config whose values must be the same on all ranks."""
-_MARGIN_S = 30.0  # additional seconds in which a rank can report that its disk hangs
-
 
 Tell = Callable[[str, Any], list[Any]]
-"""Function with the arguments and the result of RankExchange.tell."""
+"""Function with the arguments and the result of CollectiveQueue.tell."""
 
 
 @contextmanager
@@ -56,12 +55,12 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
     Tell returns only this process's own value.
 
     Args:
-        deadline_s: seconds within which a disk must answer (nvme.deadline_s).
+        deadline_s: seconds for which each rank waits for each other rank (SwapConfig.ranks_deadline_s).
 
     Raises:
         PeerError: another rank failed.
     """
-    world = _world_of(Ranks.of_world(deadline_s=deadline_s + _MARGIN_S))
+    world = _world_of(Ranks.of_world(deadline_s=deadline_s))
     try:
         yield world.tell
     except BaseException as error:
@@ -78,7 +77,7 @@ def local_peers() -> PeerFacts:
 
 
 def _world_of(ranks: Ranks | None) -> World:
-    return SingleProcessWorld() if ranks is None else MultiRankWorld(RankExchange(ranks))
+    return SingleProcessWorld() if ranks is None else MultiRankWorld(CollectiveQueue(ranks))
 
 
 @dataclass(frozen=True)
@@ -127,6 +126,7 @@ class RankAgreement:
         facts = {
             "the model": _digest(units),
             "the optimizer to make room for": terms.optimizer,
+            "the batch to make room for": None if terms.facts is None else list(dataclasses.astuple(terms.facts.batch)),
             "the generation that the run resumes from": terms.goes_on_from,
             **{key: getattr(terms.config, key) for key in _SAME},
         }
@@ -276,7 +276,7 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
         PeerError: a rank failed. The message names the rank.
     """
     require_ranks_met()
-    ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
+    ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.ranks_deadline_s)
     world = _world_of(ranks)
     if ranks is None:
         return RankAgreement(world, NO_PEERS)

@@ -5,7 +5,8 @@ Blocks are the children of the outermost `ModuleList`s. In a model without `Modu
 without a forward (for example in a list of lists), the child cannot be called, so its children are the blocks. Outside
 of the blocks, units are the largest modules that contain no block: each embedding, the head, and every module of 1 MiB
 or more. The remaining small parameters form one unit, which is never evicted. A tile of a linear layer
-(state/layer_tiles.py) is a unit. A block that contains a tile is divided by the rule for modules outside of the blocks.
+(state/layer_tiles.py) is a unit. A block that contains a tile is divided by the rule for modules outside of the blocks,
+unless all its tiles are experts: all other parameters of a mixture of experts are then one unit, as in other blocks.
 
 Hooks run when modules are called. A weight may also be read without a call of its module: in another method of a block
 than `forward`, or by `F.linear(x, other.weight)`. Such a weight is fetched when it is read
@@ -14,7 +15,7 @@ than `forward`, or by `F.linear(x, other.weight)`. Such a weight is fetched when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,8 +25,8 @@ from infinity.errors import ModelError
 from infinity.sizes import round_up
 from infinity.state.codec import Codec
 from infinity.state.frozen_codecs import FrozenName, codecs_of
-from infinity.state.layer_tiles import LayerTile
-from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
+from infinity.state.layer_tiles import ExpertTile, LayerTile
+from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, PartialUnit, Unit, build_unit
 
 REMAINDER = "remainder"
 _OWN_UNIT_BYTES = 1 << 20
@@ -41,7 +42,7 @@ class HookedModule:
         units: indices of the units.
         beside: for a block that contains tiles, the units of the block that may be on the device at the same time. If
             other code than torch.utils.checkpoint recomputes the block, it keeps views of all parameters that the
-            block's modules read, except views of tiles.
+            block's modules read, except views of tiles. While experts of the block run backward, these units stay.
     """
 
     name: str
@@ -87,20 +88,28 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: Fr
     return partition.finish(moments, frozen)
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model, in the order of its modules."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
+    return [module for module in model.modules() if module in blocks]
+
+
 class _ModelPartition:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
+        blocks = set(blocks_of(model))
         tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, LayerTile)}
         self._of_model = blocks
-        self._opened = blocks & _ancestors(model, tiles)
+        layers = {tile for tile in tiles if not isinstance(tile, ExpertTile)}
+        self._opened = blocks & _ancestors(model, layers)
+        self._mixtures = (blocks & _ancestors(model, tiles)) - self._opened
         self._blocks = (blocks - self._opened) | tiles
-        self._parents = _ancestors(model, self._blocks)
-        self._found: dict[UnitParameters, int] = {}  # each with its index
-        self._remainder = UnitParameters(REMAINDER, stays=True)
-        self._owner: dict[nn.Parameter, UnitParameters] = {}
-        self._sites: list[tuple[str, nn.Module, list[UnitParameters], nn.Module | None]] = []
+        self._parents = _ancestors(model, self._blocks - self._mixtures) | _ancestors(model, self._mixtures)
+        self._found: dict[PartialUnit, int] = {}  # each with its index
+        self._remainder = PartialUnit(REMAINDER, stays=True)
+        self._owner: dict[nn.Parameter, PartialUnit] = {}
+        self._sites: list[tuple[str, nn.Module, list[PartialUnit], nn.Module | None]] = []
         self._root_candidates: list[nn.Module] = []
 
     def walk(self, name: str, module: nn.Module, block: nn.Module | None = None) -> None:
@@ -115,15 +124,36 @@ class _ModelPartition:
             self._add_site(name, module, block, recurse=True)
             return
         self._root_candidates.append(module)
+        if module in self._mixtures:
+            self._add_mixture(name, module)
+            return
         block = module if module in self._opened else block
         self._add_site(name, module, block, recurse=False)
         for child_name, child in module.named_children():
             self.walk(f"{name}.{child_name}" if name else child_name, child, block)
 
-    def _add_site(self, name: str, module: nn.Module, block: nn.Module | None, *, recurse: bool) -> None:
+    def _add_mixture(self, name: str, block: nn.Module) -> None:
+        """Collect a block whose tiles are experts, with everything else in one unit."""
+        tiles = {f"{name}.{key}": each for key, each in block.named_modules() if isinstance(each, ExpertTile)}
+        experts = {parameter for tile in tiles.values() for parameter in tile.parameters()}
+        self._add_site(name, block, block, recurse=True, but=experts)
+        self._root_candidates.extend(each for each in block.modules() if each in self._parents and each is not block)
+        for key, tile in tiles.items():
+            self._add_site(key, tile, block, recurse=True)
+
+    def _add_site(
+        self,
+        name: str,
+        module: nn.Module,
+        block: nn.Module | None,
+        *,
+        recurse: bool,
+        but: Collection[nn.Parameter] = (),
+    ) -> None:
         named = [
             (f"{name}.{key}" if name else key, parameter)
             for key, parameter in module.named_parameters(recurse=recurse, remove_duplicate=True)
+            if parameter not in but
         ]
         if not named:
             return
@@ -136,7 +166,8 @@ class _ModelPartition:
     def _assign(self, name: str, module: nn.Module, fresh: list[tuple[str, nn.Parameter]], recurse: bool) -> None:
         nbytes = sum(parameter.numel() * parameter.element_size() for _, parameter in fresh)
         own = module in self._blocks or (recurse and (isinstance(module, nn.Embedding) or nbytes >= _OWN_UNIT_BYTES))
-        unit = UnitParameters(name or type(module).__name__) if own else self._remainder
+        routed = isinstance(module, ExpertTile)
+        unit = PartialUnit(name or type(module).__name__, routed=routed) if own else self._remainder
         self._found.setdefault(unit, len(self._found))
         for key, parameter in fresh:
             self._owner[parameter] = unit
@@ -145,7 +176,7 @@ class _ModelPartition:
     def finish(self, moments: _native.MomentsName, frozen: FrozenName) -> DiscoveredUnits:
         facts = _facts(self._model, moments, codecs_of(self._model, self._of_model, frozen))
         units = tuple(build_unit(index, found, facts) for found, index in self._found.items())
-        beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
+        beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened | self._mixtures}
         for _, module, needed, block in self._sites:
             if block is not None and not isinstance(module, LayerTile):
                 beside[block].update(dict.fromkeys(self._found[found] for found in needed))

@@ -32,24 +32,27 @@ class CheckpointEncoding(NamedTuple):
     Attributes:
         codec: the form.
         read: function that returns the encoded bytes as uint8, in the layout of state/codec.py.
+        rows: function that returns the encoded form of rows [begin, end) of a stack of matrices; None for a matrix.
     """
 
     codec: Codec
     read: Callable[[], torch.Tensor]
+    rows: Callable[[int, int], CheckpointEncoding] | None = None
 
 
 _given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: `==` of two parameters compares their values
 
 
-def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Tensor]) -> None:
-    """Record that a checkpoint contains this parameter in an encoded form.
+def remember(parameter: nn.Parameter, known: CheckpointEncoding) -> None:
+    """Record that a checkpoint contains this parameter in an encoded form."""
+    _given[parameter] = known
 
-    Args:
-        parameter: the parameter.
-        codec: the form.
-        read: see CheckpointEncoding.
-    """
-    _given[parameter] = CheckpointEncoding(codec, read)
+
+def remember_rows(parameter: nn.Parameter, part: nn.Parameter, begin: int, end: int) -> None:
+    """Record the encoded form of rows [begin, end) of a parameter for the parameter that has these rows."""
+    known = encoded_form(parameter)
+    if known is not None and known.rows is not None:
+        remember(part, known.rows(begin, end))
 
 
 def encoded_form(parameter: nn.Parameter) -> CheckpointEncoding | None:

@@ -19,11 +19,15 @@ from dataclasses import dataclass
 from torch import nn
 
 _PREFIX = "infinity_tile_"
-_NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P<key>weight|bias)")
+_NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P<key>[^.]+)")
 
 
 class LayerTile(nn.Module):
-    """Module with rows of a linear layer, so that the rows can be a unit."""
+    """Module with rows of a layer's parameters, so that the rows can be a unit."""
+
+
+class ExpertTile(LayerTile):
+    """Some experts of a mixture: a tile whose rows are experts."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from functools import cached_property
 import torch
 
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
+from infinity.state.update_request import GroupUpdate, SegmentRequest
 
 SHARD_NUMEL = 64 << 10
 """Number of elements; every slice begins at a multiple of this number.

@@ -125,6 +125,7 @@ class Unit:
         weight_bytes: length of the flat weights in a slot, a multiple of 4 KiB.
         stays: whether the unit is never evicted while the model runs. This is so for the unit of the remaining small
             parameters.
+        routed: whether a forward uses the unit only if a token is routed to it. This is so for experts.
     """
 
     index: int
@@ -132,6 +133,7 @@ class Unit:
     groups: tuple[FlatParameterGroup, ...]
     weight_bytes: int
     stays: bool = False
+    routed: bool = False
 
     @property
     def numel(self) -> int:
@@ -190,7 +192,7 @@ class ParameterPlace:
 
 
 @dataclass(eq=False)
-class UnitParameters:
+class PartialUnit:
     """Name of a unit that is being assembled, and its parameters so far, in the order of the modules.
 
     An object of this class is equal only to itself.
@@ -199,6 +201,7 @@ class UnitParameters:
     name: str
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     stays: bool = False
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class ParameterFacts:
     codec: Codec | None = None
 
 
-def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parameter, ParameterFacts]) -> Unit:
+def build_unit(index: int, found: PartialUnit, facts: Mapping[torch.nn.Parameter, ParameterFacts]) -> Unit:
     """Lay out the parameters of a unit.
 
     Args:
@@ -240,7 +243,7 @@ def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parame
         weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         groups.append(FlatParameterGroup(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes, codec))
         weight_offset += weight_bytes
-    return Unit(index, found.name, tuple(groups), weight_offset, found.stays)
+    return Unit(index, found.name, tuple(groups), weight_offset, found.stays, found.routed)
 
 
 def _place(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 Source = Callable[[str], torch.Tensor]
 """Function that takes the name of a parameter and returns its value on the CPU, in its shape and in any floating-point
 dtype."""
+
+
+@runtime_checkable
+class RowsSource(Protocol):
+    """A Source that reads some rows of a value alone."""
+
+    def rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
+        """Return rows [begin, end) of a value; with end=None, all rows from `begin` on."""
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:

@@ -23,16 +23,26 @@ from torch import nn
 from infinity import _native
 from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.plan.plan import Plan
-from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, encoded_bytes, parts_of, row_numel
+from infinity.plan.plan_input import DECODING_SCRATCH_BYTES
+from infinity.state.codec import (
+    BLOCK_NUMEL,
+    NESTED_BLOCKS,
+    block_numel,
+    divides_by_global_scale,
+    encoded_bytes,
+    name_of,
+    parameters_of,
+    parts_of,
+    row_numel,
+    transposed_rows,
+)
 from infinity.state.dtypes import native_name
 from infinity.state.unit import FlatParameterGroup, ParameterSpec
 from infinity.tiers.home import WeightsHome
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_NUMEL = 1 << 22  # elements per decoding step: enough to hide the kernel launches
-DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
-"""Bytes of device memory for decoding (codes, indices, values, products); a part of the memory for activations."""
+_DEVICE_NUMEL = DECODING_SCRATCH_BYTES // 13  # elements per decoding step: enough to hide the kernel launches
 
 
 class SlotDecoder:
@@ -124,6 +134,12 @@ def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, o
     """Decode one parameter. The result has the same bits as from the native decoder: fp32 products, rounded to nearest
     even."""
     parts = {name: data[begin : begin + nbytes] for name, (begin, nbytes) in parts_of(codec, shape).items()}
+    if name_of(codec) == "fp8_block":
+        _decode_fp8(parts, codec, out.view(-1, row_numel(shape)))
+        return
+    if name_of(codec) in _NIBBLES:
+        _decode_nibbles(parts, codec, out, row_numel(shape))
+        return
     if codec == "int8_rows":
         codes = parts["codes"].view(torch.int8).view(-1, row_numel(shape))
         rows = max(_DEVICE_NUMEL // codes.shape[1], 1)
@@ -157,6 +173,99 @@ def _decode_in_pieces(
         if whole < count:
             into[whole:] = values[whole:] * of_blocks[-1]
         del values, blocks  # free these tensors before the next piece allocates
+
+
+def _decode_fp8(parts: dict[str, torch.Tensor], codec: _native.WeightCodec, out: torch.Tensor) -> None:
+    """Decode an fp8_block parameter into `out`, [rows, columns]."""
+    block_rows, block_columns, scale_type = parameters_of(codec)
+    rows, columns = out.shape
+    codes = parts["codes"].view(torch.float8_e4m3fn).view(rows, columns)
+    scales = _SCALES[scale_type](parts["scales"]).view(-1, -(-columns // block_columns))
+    for at, count in _pieces(rows, block_rows, max(_DEVICE_NUMEL // columns, 1)):
+        first, blocks = at // block_rows, -(-count // block_rows)
+        factors = scales[first : first + blocks].repeat_interleave(block_columns, dim=1)[:, None, :columns]
+        values = codes[at : at + count].float().view(blocks, -1, columns)
+        out[at : at + count] = values.mul_(factors).view(count, columns)
+        del values, factors  # free these tensors before the next piece allocates
+
+
+_E2M1 = tuple(sign * magnitude for sign in (1, -1) for magnitude in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+_NIBBLES = {"mxfp4": _E2M1, "nvfp4": _E2M1, "int4_group": tuple(float(code - 8) for code in range(16))}
+"""Values of the 16 codes of the forms whose codes are two in a byte, the first in the lower half."""
+
+
+def _decode_nibbles(
+    parts: dict[str, torch.Tensor], codec: _native.WeightCodec, out: torch.Tensor, row_numel: int
+) -> None:
+    """Decode an mxfp4, nvfp4 or int4_group parameter into `out`, which is flat."""
+    block, rows, scales_of = block_numel(codec), transposed_rows(codec), _nibble_scales(parts, codec)
+    # Stored rows of each matrix. Without transposed matrices, any rows of whole blocks will do.
+    matrices = out.view(-1, rows, row_numel).transpose(1, 2) if rows else out.view(1, -1, block)
+    for index, matrix in enumerate(matrices):
+        lines, width = matrix.shape
+        most = max(_DEVICE_NUMEL // width, 1)
+        for line in range(0, lines, most):
+            piece = matrix[line : line + most]
+            at, count = (index * lines + line) * width, piece.numel()
+            codes = parts["codes"][at // 2 : (at + count) // 2]
+            indices = torch.stack((codes & 15, codes >> 4), dim=1).view(-1).int()
+            values = _nibble_map(name_of(codec), out.device).index_select(0, indices).view(-1, block)
+            del indices  # free this tensor before the next ones are allocated
+            values.mul_(scales_of(at // block, (at + count) // block)[:, None])
+            piece.copy_(values.view(piece.shape))
+            del values
+
+
+def _nibble_scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec) -> Callable[[int, int], torch.Tensor]:
+    """Return a function that returns the scales of the blocks [first, end) as fp32."""
+    stored = parts["scales"]
+    if name_of(codec) == "int4_group":
+        scales = _SCALES[parameters_of(codec)[2]](stored)
+        return lambda first, end: scales[first:end]
+    of_byte = torch.arange(256, dtype=torch.uint8, device=stored.device)
+    if name_of(codec) == "mxfp4":
+        known = _of_e8m0(of_byte)
+    else:
+        known, global_scale = of_byte.view(torch.float8_e4m3fn).float(), parts["nested_scales"].view(torch.float32)
+        known = known / global_scale if divides_by_global_scale(codec) else known * global_scale
+    return lambda first, end: known.index_select(0, stored[first:end].int())
+
+
+@cache
+def _nibble_map(name: str, device: torch.device) -> torch.Tensor:
+    """Return the values of the 16 codes of a codec, fp32, on the device."""
+    return torch.tensor(_NIBBLES[name], dtype=torch.float32, device=device)
+
+
+def _pieces(rows: int, block_rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """Divide rows into pieces of at most `most` rows. Yield the first row and the number of rows of each piece.
+
+    A piece has whole blocks of rows, or belongs to a single block.
+    """
+    at = 0
+    while at < rows:
+        left = rows - at
+        if most >= block_rows:
+            count = min(left, most) // block_rows * block_rows or left
+        else:
+            count = min(left, most, block_rows - at % block_rows)
+        yield at, count
+        at += count
+
+
+def _of_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    """Return powers of two as fp32. The native decoder computes them in the same way."""
+    exponents = scales.int()
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)
+    return torch.where(exponents == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+
+
+_SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp32": lambda scales: scales.view(torch.float32),
+    "bf16": lambda scales: scales.view(torch.bfloat16).float(),
+    "e8m0": _of_e8m0,
+}
+"""Functions that return scales of fp8_block and int4_group as fp32, by the type of the stored scales."""
 
 
 ROW_FACTOR = 7.874015718698502e-3

@@ -12,9 +12,9 @@ wait.
 
     * Only for weights: the slot in which the weights are used, or the copy of a device's weights in host memory.
 
-A shadow becomes the home of the state when the update is applied (units/shadows.py). A copy in the store becomes the
-current copy when the update is finished. A fetch of weights whose update is in progress reads the new weights from
-their destination, as soon as the new weights are complete.
+A shadow becomes the home of the state when the update is applied (units/speculative_update_buffers.py). A copy in the
+store becomes the current copy when the update is finished. A fetch of weights whose update is in progress reads the new
+weights from their destination, as soon as the new weights are complete.
 """
 
 from __future__ import annotations

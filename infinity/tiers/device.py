@@ -15,7 +15,8 @@ from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.plan.plan import Plan
 from infinity.sizes import format_bytes
 from infinity.tiers.downloads import GradientQueue, WeightsDownloads
-from infinity.tiers.slab import Slab
+from infinity.tiers.resident import ResidentMemory, ResidentUses
+from infinity.tiers.slab import Slab, separate_storage
 from infinity.tiers.uploads import UploadQueue
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class DeviceTier:
         slots: slab for all other weights.
         ring: slab for gradients.
         decoding: slab for encoded weights that wait to be decoded into slots.
+        scratch: memory for temporary values in the updates of resident units, and in their gradients' sums of squares.
+        gate: native entry points of the device.
 
     Raises:
         PlanError: the device has less free memory than the plan needs.
@@ -48,6 +51,7 @@ class DeviceTier:
     ) -> None:
         self.accelerator = accelerator
         budgets, gate = plan.budgets, open_gate(accelerator)
+        self.gate = gate
         memory, slots = _slab(accelerator, plan), budgets.slot_bytes
         refused = arena.pin(accelerator, pool)
         if refused:
@@ -55,11 +59,22 @@ class DeviceTier:
         # Other code may have freed the new memory just before. Kernels in the queue may then still use this memory, so
         # its first use must wait for them.
         after = [accelerator.record(accelerator.current())]
-        stays = sum(unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays)
+        stays = sum(
+            unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays and not unit.resident_bytes
+        )
         self.staying = Slab(accelerator, memory[:stays], after)
         self.slots = Slab(accelerator, memory[stays:slots], after)
         self.ring = Slab(accelerator, memory[slots : slots + budgets.ring_bytes], after)
-        self.decoding = Slab(accelerator, memory[slots + budgets.ring_bytes :], after)
+        resident = slots + budgets.ring_bytes + budgets.decoding_bytes
+        self.decoding = Slab(accelerator, memory[slots + budgets.ring_bytes : resident], after)
+        gradients = resident + sum(unit.resident_bytes for unit in plan.layout.units)
+        self._resident_states = Slab(accelerator, memory[resident:gradients], after)
+        # The sums of squares of all gradients are computed through one tensor, which has this memory and no other.
+        scratch = memory.numel() - plan.budgets.scratch_bytes
+        self._resident_gradients = Slab(accelerator, separate_storage(memory[gradients:scratch]), after)
+        self.scratch = ResidentMemory(memory[scratch:], ResidentUses(accelerator))
+        with self.scratch.uses.writing():  # later uses, on any stream, wait for this one, which comes after `after`
+            pass
         bounce = _part(arena, budgets.bounce_bytes, "gradients from the device")
         self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)
         copies = _part(arena, budgets.copies_bytes, "weights from the device")
@@ -73,9 +88,28 @@ class DeviceTier:
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 
+    def memory_for_resident_states(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the states of a resident unit: uint8 [nbytes]. This thread's stream may use it first."""
+        return self._take(self._resident_states, nbytes)
+
+    def memory_for_resident_gradients(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the gradients of a group of a resident unit: uint8 [nbytes]. This thread's stream may use
+        it first."""
+        return self._take(self._resident_gradients, nbytes)
+
+    def _take(self, slab: Slab, nbytes: int) -> torch.Tensor:
+        lease = slab.try_lease(nbytes)
+        if lease is None:
+            raise AssertionError(f"no memory for {nbytes} bytes of a resident unit")
+        for event in lease.after:
+            self.accelerator.wait(self.accelerator.current(), event)
+        return lease.memory
+
     def give_back(self) -> None:
         """Free the device memory. Call this after close(), when nothing uses the slab any more."""
-        for slab in (self.staying, self.slots, self.ring, self.decoding):
+        self.scratch.give_back()
+        resident = (self._resident_states, self._resident_gradients)
+        for slab in (self.staying, self.slots, self.ring, self.decoding, *resident):
             slab.give_all_back()
 
 
@@ -99,12 +133,15 @@ def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
 
 def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
     slots, ring, decoding = plan.budgets.slot_bytes, plan.budgets.ring_bytes, plan.budgets.decoding_bytes
+    nbytes = slots + ring + decoding + plan.budgets.resident_bytes
     try:
-        return accelerator.slab(slots + ring + decoding)
+        return accelerator.slab(nbytes)
     except torch.OutOfMemoryError as error:
         encoded = f", for encoded weights ({format_bytes(decoding)})" if decoding else ""
+        if plan.budgets.resident_bytes:
+            encoded += f", for units that stay there ({format_bytes(plan.budgets.resident_bytes)})"
         raise PlanError(
-            f"{accelerator.device} has no free block of {format_bytes(slots + ring + decoding)}, which the plan needs "
+            f"{accelerator.device} has no free block of {format_bytes(nbytes)}, which the plan needs "
             f"for weights ({format_bytes(slots)}){encoded} and for gradients under way ({format_bytes(ring)}). Lower "
             "memory.device, or free memory that other models and processes use there."
         ) from error

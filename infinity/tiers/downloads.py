@@ -122,7 +122,7 @@ class GradientBatch:
         return not (add and self.adds_up)
 
 
-class _D2HStream:
+class D2HStream:
     """A stream from the device to the host, and the native thread that processes the copies."""
 
     def __init__(self, accelerator: Accelerator, gate: _native.DeviceGate, pool: _native.ThreadPool) -> None:
@@ -140,7 +140,7 @@ class _D2HStream:
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
-class GradientQueue(_D2HStream):
+class GradientQueue(D2HStream):
     """Queue of gradients from the device to the host.
 
     Invariant: `_open` has the pieces that are not sent yet, the oldest first. Each of these pieces has a lease of the
@@ -358,7 +358,7 @@ class WeightsCopy:
         self.lease.release()
 
 
-class WeightsDownloads(_D2HStream):
+class WeightsDownloads(D2HStream):
     """Queue of weights from the device to the host.
 
     If a unit's weights are kept in the store, its update uses a copy of the slot's current weights in place of reading

@@ -1,27 +1,35 @@
-"""Homes of states: the places where states are kept between uses, in RAM or in the store."""
+"""Homes of states: the places where states are kept between uses, in RAM, on the device or in the store."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from infinity import _native
 from infinity.io.arena import Lease
+from infinity.io.engine import BackgroundWork
 from infinity.io.store import Extent
 from infinity.state.moments import Moment
 from infinity.state.unit import FlatParameterGroup, Unit
+from infinity.tiers.resident import ResidentMemory
+
+if TYPE_CHECKING:
+    from infinity.tiers.resources import ModelResources
 
 
 @dataclass(eq=False)
 class StateHome:
-    """Home of one state of a group, in RAM or in the store.
+    """Home of one state of a group: in RAM or in the store. A state on the device has a ResidentHome.
 
     Attributes:
-        lease: memory of a state in RAM; None for a state in the store.
+        lease: memory of a state in RAM; None for any other state.
         start: offset of the state in the lease, in bytes.
         nbytes: size of the state in bytes.
-        extent: place of the state in the store. A state in RAM has an extent only when generations are kept.
-        dirty: whether the bytes in RAM are newer than the bytes in the store.
+        extent: place of the state in the store. A state in memory has an extent only when generations are kept.
+        dirty: whether the bytes in memory are newer than the bytes in the store.
     """
 
     lease: Lease | None
@@ -32,13 +40,35 @@ class StateHome:
 
     @property
     def in_memory(self) -> bool:
+        """Whether the state rests in RAM or on the device."""
         return self.lease is not None
 
     def view(self) -> memoryview:
         """Return the bytes in RAM."""
         if self.lease is None:
-            raise AssertionError("a state that lives in the store has no memory")
+            raise AssertionError("a state that is not in RAM has no view")
         return self.lease.view(self.start, self.nbytes)
+
+    def on_device(self) -> ResidentMemory:
+        """Return the memory of a state on the device."""
+        raise AssertionError("a state that is not on the device has no memory there")
+
+    def read(self, begin: int, nbytes: int) -> torch.Tensor:
+        """Return a copy in RAM of bytes [begin, begin + nbytes) of a state in memory, uint8."""
+        return torch.frombuffer(self.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        """Write uint8 values in RAM to the bytes of a state in memory, from `begin` on."""
+        torch.frombuffer(self.view(), dtype=torch.uint8)[begin : begin + values.numel()].copy_(values)
+
+    def save(self, resources: ModelResources, copy_index: int) -> BackgroundWork:
+        """Start to write a state in memory to a copy in the store."""
+        store = resources.require_store()
+        return store.write(self.stored(), self.view(), io_class="states", copy_index=copy_index)
+
+    def load(self, resources: ModelResources) -> Sequence[BackgroundWork]:
+        """Start to read a state in memory from the store. Return the reads that have not ended."""
+        return [resources.require_store().read(self.stored(), self.view(), io_class="states")]
 
     def stored(self) -> Extent:
         """Return the place of the state in the store, which the state must have."""
@@ -47,11 +77,11 @@ class StateHome:
         return self.extent
 
     def mark_changed(self) -> None:
-        """Mark the bytes in RAM as newer than the bytes in the store."""
+        """Mark the bytes in memory as newer than the bytes in the store."""
         self.dirty = True
 
     def mark_read(self) -> None:
-        """Mark the bytes in RAM as equal to the bytes in the store."""
+        """Mark the bytes in memory as equal to the bytes in the store."""
         self.dirty = False
 
     def mark_written(self, copy: int) -> None:
@@ -67,25 +97,59 @@ class StateHome:
         return before
 
 
+@dataclass(eq=False, kw_only=True)
+class ResidentHome(StateHome):
+    """Home of one state of a group on the device.
+
+    Attributes:
+        memory: memory of the state.
+    """
+
+    memory: ResidentMemory
+
+    @property
+    def in_memory(self) -> bool:
+        return True
+
+    def on_device(self) -> ResidentMemory:
+        return self.memory
+
+    def read(self, begin: int, nbytes: int) -> torch.Tensor:
+        return self.memory.read(begin, nbytes)
+
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        self.memory.write(begin, values)
+
+    def save(self, resources: ModelResources, copy_index: int) -> BackgroundWork:
+        return resources.require_state_writer().write(self, copy_index)
+
+    def load(self, resources: ModelResources) -> Sequence[BackgroundWork]:
+        resources.require_state_writer().read(self)
+        return []
+
+
 @dataclass(eq=False)
 class WeightsHome:
     """Homes of the weights of a unit, group by group.
 
-    Invariant: either one lease of RAM has all groups, or each group has an extent of the store.
+    Invariant: either one lease of RAM has all groups, or one part of the device's memory, or each group has an extent
+    of the store.
 
     Attributes:
         groups: home of each group.
         nbytes: bytes of all groups, which are concatenated.
         unit: unit of the weights; None for weights that have no unit and are stored in the layout of a slot.
+        resident: memory of the weights of all groups on the device; None if they do not rest on the device.
     """
 
     groups: tuple[StateHome, ...]
     nbytes: int
     unit: Unit | None = None
+    resident: ResidentMemory | None = None
 
     @property
     def lease(self) -> Lease | None:
-        """Memory of all groups; None if the groups are kept in the store."""
+        """RAM of all groups; None if the groups are not kept in RAM."""
         return self.groups[0].lease if self.groups else None
 
     @property
@@ -131,7 +195,7 @@ class WeightsHome:
 
 
 @dataclass(frozen=True)
-class GroupStates:
+class GroupStateHomes:
     """Homes of the optimizer states of a trainable group, and memory for its gradients.
 
     Attributes:
@@ -142,7 +206,8 @@ class GroupStates:
         exp_avg_sq: home of the second moment; None without a second moment.
         gradient: host memory in which gradients are kept until the update; None if there is no such memory.
         spilled: place of the gradients in the store; None if there is no such place. At least one of `gradient` and
-            `spilled` is set.
+            `spilled` is set, or `resident`.
+        resident: device memory in which gradients are kept until the update; None if the unit is not resident.
     """
 
     master: _native.MasterName
@@ -152,6 +217,7 @@ class GroupStates:
     exp_avg_sq: StateHome | None
     gradient: Lease | None
     spilled: Extent | None
+    resident: ResidentMemory | None = None
 
     def updated(self, moments: Collection[str] | None) -> dict[str, StateHome]:
         """Return the homes of the states that an update changes, by name.
@@ -177,10 +243,26 @@ class UnitHomes:
     Attributes:
         weights: homes of the weights.
         states: optimizer states of the trainable groups, by group index.
+        flags: device memory of a resident unit in which updates report whether all new values are finite, one byte for
+            each group; None if the unit is not resident.
     """
 
     weights: WeightsHome
-    states: Mapping[int, GroupStates]
+    states: Mapping[int, GroupStateHomes]
+    flags: ResidentMemory | None = None
+
+    @property
+    def are_resident(self) -> bool:
+        """Whether all states rest on the device, and the unit is updated there."""
+        return self.flags is not None
+
+    def give_back(self) -> None:
+        """Let go of the memory of a resident unit. Call this when nothing uses the memory any more."""
+        of_states = [home.on_device() for home in self] if self.are_resident else []
+        of_gradients = [states.resident for states in self.states.values()]
+        for part in (self.weights.resident, self.flags, *of_states, *of_gradients):
+            if part is not None:
+                part.give_back()
 
     def __iter__(self) -> Iterator[StateHome]:
         yield from (home for home in self.weights.groups if home.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,29 +21,35 @@ from infinity.errors import ConfigError
 from infinity.io import atomic_file
 from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.directory import require_place
-from infinity.io.engine import open_engine
+from infinity.io.engine import BackgroundWork, open_engine
 from infinity.io.generations import Generations
+from infinity.io.scratch import ScratchFiles
 from infinity.io.store import Extent, Mode, SwapStore, wait_all
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import FLAG_BYTES
 from infinity.ranks.world import World
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
+from infinity.tiers.activations import ActivationTier, DeviceCopies, HostCopies
 from infinity.tiers.decoding import open_decoding
 from infinity.tiers.device import DeviceTier, open_device, torch_device
-from infinity.tiers.home import GroupStates, StateHome, UnitHomes, WeightsHome
+from infinity.tiers.home import GroupStateHomes, ResidentHome, StateHome, UnitHomes, WeightsHome
 from infinity.tiers.idle_clock import IdleClock
 from infinity.tiers.landing_window import LandingWindow
+from infinity.tiers.resident import ResidentMemory, ResidentUses, clear
+from infinity.tiers.state_writer import StateWriter
 
 logger = logging.getLogger(__name__)
 
 _STATES = ("residual", "exp_avg", "exp_avg_sq")
+_REGISTERED_ACTIVATION_BYTES = 128 << 20
 
 
 class ModelResources:
     """Resources of one offloaded model.
 
-    The resources are opened in this order and closed in reverse order: engine, store, arena, homes, threads, device.
+    The resources are opened in this order and closed in reverse order: engine, store, arena, threads, device, homes.
 
     If an error occurs during opening, all resources that were already opened are closed.
 
@@ -51,8 +58,12 @@ class ModelResources:
         facts: facts about this rank's states. A run can resume these states only if its facts are the same.
         torch_device: device on which models compute.
         device: device tier; None when models compute in host memory.
+        activation_memory: host memory for tensors that a forward keeps.
+        commit_ring: host memory for states of resident units on their way to or from the store.
         idle: clock of the device's idle time.
         decoding: decoder of encoded weights for slots in host memory; None when no weights are decoded in host memory.
+        activations: tier of the tensors that a forward keeps; None if these stay on the device.
+        state_writer: queue of states from the device to the store; None when no unit is resident, or without commits.
 
     Raises:
         SwapIOError: the swap file cannot be made.
@@ -94,6 +105,18 @@ class ModelResources:
             # Homes have a separate memory region. They move when an update is applied, and would otherwise fragment the
             # memory for fetched weights.
             self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
+            self.landing_window: LandingWindow | None = None
+            if arena.landing:
+                lease = self.arena.lease(arena.landing, "gradients on their way to the store")
+                self.landing_window = LandingWindow(lease.space(), self.require_store())
+            self.between_ranks = self._region(arena.exchange, "gradients between ranks")
+            self.secondary = self._region(arena.secondary, "copies of weights of other ranks")
+            self.commit_ring = self._region(arena.commits, "states of the device for commits")
+            self.activation_memory = self._region(arena.activations, "activations")
+            self.staging = self.arena.lease(arena.staging, "the update's tiles")
+            self.pool = _open_pool(staging.threads, node, 0 if accelerator is None else accelerator.nice)
+            self.decoding = open_decoding(plan, self.arena, self.pool)
+            self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
@@ -101,20 +124,8 @@ class ModelResources:
                 self.generations = Generations(
                     self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count, run
                 )
-            self.landing_window: LandingWindow | None = None
-            if arena.landing:
-                lease = self.arena.lease(arena.landing, "gradients on their way to the store")
-                self.landing_window = LandingWindow(lease.space(), self.require_store())
-            self.between_ranks = ArenaRegion(self.arena.memory, 0, 0)
-            if arena.exchange:
-                self.between_ranks = self.arena.lease(arena.exchange, "gradients between ranks").space()
-            self.secondary = ArenaRegion(self.arena.memory, 0, 0)
-            if arena.secondary:
-                self.secondary = self.arena.lease(arena.secondary, "copies of weights of other ranks").space()
-            self.staging = self.arena.lease(arena.staging, "the update's tiles")
-            self.pool = _open_pool(staging.threads, node, 0 if accelerator is None else accelerator.nice)
-            self.decoding = open_decoding(plan, self.arena, self.pool)
-            self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
+            self.state_writer = self._open_state_writer()
+            self.activations = self._open_activations()
             self._register()
             self.pipeline = _native.UpdatePipeline(
                 self.engine,
@@ -129,6 +140,10 @@ class ModelResources:
             if self.store is not None:
                 self.store.close()
             raise
+
+    def _region(self, nbytes: int, what: str) -> ArenaRegion:
+        """Lease a part of the arena for the whole run; 0 bytes need no lease."""
+        return self.arena.lease(nbytes, what).space() if nbytes else ArenaRegion(self.arena.memory, 0, 0)
 
     def _numa_node(self, accelerator: Accelerator | None) -> int:
         """Return the NUMA node for the memory and the threads of updates; -1 for any node.
@@ -145,13 +160,17 @@ class ModelResources:
             yield from unit
 
     def read_homes(self) -> None:
-        """Read all states in RAM from the store.
+        """Read all states in memory from the store.
 
         Raises:
             SwapIOError: a read failed.
         """
-        store, held = self.require_store(), [home for home in self.homes() if home.in_memory]
-        wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
+        held, reads = [home for home in self.homes() if home.in_memory], list[BackgroundWork]()
+        try:
+            for home in held:
+                reads += home.load(self)
+        finally:
+            wait_all(reads)
         for home in held:
             home.mark_read()
 
@@ -186,19 +205,38 @@ class ModelResources:
             raise AssertionError("an extent without a store")
         return self.store
 
+    def require_state_writer(self) -> StateWriter:
+        if self.state_writer is None:
+            raise AssertionError("states on the device are written without a ring")
+        return self.state_writer
+
     def _register(self) -> None:
-        """Register the memory of transfers with the kernel: the tiles and the free memory for weights.
+        """Register the memory of transfers with the kernel: tiles, the rings of commits and activations, and free
+        memory for weights.
 
         States in RAM are not registered, because registration would allocate all their pages immediately.
         """
         if self.store is None:
             return
         landing = [] if self.landing_window is None else self.landing_window.space.free_views()
-        for view in [*self.arena.free_views(), *landing, self.staging.view(), *self.resting.free_views()]:
+        ring = self.commit_ring.free_views()
+        last = self._activations_to_register()
+        for view in [*self.arena.free_views(), *landing, *ring, self.staging.view(), *self.resting.free_views(), *last]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
                 return
+
+    def _activations_to_register(self) -> list[memoryview]:
+        """Return the memory of activations on their way to NVMe, up to the bytes that a pass moves.
+
+        If these bytes are not known, a small model would otherwise allocate the memory of a large model. Leases are
+        first-fit, so the first bytes of the region are used most.
+        """
+        if self.plan.placement.activations != "nvme":
+            return []
+        moved = self.plan.budgets.limits.away or _REGISTERED_ACTIVATION_BYTES
+        return [view[:moved] for view in self.activation_memory.free_views()]
 
     def _open_store(self, nvme: NvmeConfig, run: str, *, resume: bool) -> SwapStore:
         layout = self.plan.layout
@@ -215,7 +253,34 @@ class ModelResources:
             run=run,
         )
 
+    def _open_state_writer(self) -> StateWriter | None:
+        if self.device is None or not self.commit_ring.nbytes:
+            return None
+        device = self.device
+        return StateWriter(device.accelerator, device.gate, self.commit_ring, self.pool, self.require_store())
+
+    def _open_activations(self) -> ActivationTier | None:
+        space = self.activation_memory
+        if not space.nbytes:
+            if self.plan.placement.activations == "host":
+                logger.warning(
+                    "activations: host: memory.host has no room left, and activations stay on the device. Raise "
+                    "memory.host, or set activations: nvme."
+                )
+            return None
+        on_nvme = self.plan.placement.activations == "nvme"
+        scratch = ScratchFiles(self.require_store(), "activations", "activations") if on_nvme else None
+        limits = self.plan.budgets.limits
+        room = max(limits.device - self.plan.device_bytes, 0)
+        share = room // 2 if limits.block is None else max(room - limits.block, 0)
+        if self.device is None:
+            return ActivationTier(space, scratch, HostCopies(), share)
+        copies = DeviceCopies(self.device.accelerator, self.device.gate, self.pool)
+        return ActivationTier(space, scratch, copies, share)
+
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
+        if layout.resident_bytes and self.device is not None:
+            return self._open_resident(layout, self.device)
         weights = self._open_weights(layout)
         # In this order the weights, the residuals and the first moments are one piece of memory. When these homes move,
         # their old memory is again free in one piece, even if the optimizer does not change the second moment.
@@ -228,6 +293,42 @@ class ModelResources:
         trained = [index for index, group in enumerate(layout.groups) if group.states]
         return UnitHomes(weights, {index: self._open_states(layout, index, leases) for index in trained})
 
+    def _open_resident(self, layout: UnitLayout, device: DeviceTier) -> UnitHomes:
+        """Open the homes of a resident unit. Its memory has the weights of all groups first, as a slot has them."""
+        memory = device.memory_for_resident_states(layout.resident_bytes)
+        states, gradients, flags = (ResidentUses(device.accelerator) for _ in range(3))
+        with states.writing(), gradients.writing(), flags.writing():
+            clear(memory)
+        unit, begin = layout.local, 0
+
+        def home(index: int, state: str, place: StateLayout) -> ResidentHome:
+            nonlocal begin
+            start, begin = begin, begin + place.resident_bytes
+            is_weight, part = state == "weight", ResidentMemory(memory[start:begin], states)
+            extent = _extent(unit, index, state, place)
+            return ResidentHome(None, start * is_weight, place.nbytes, extent, dirty=is_weight, memory=part)
+
+        weights = tuple(home(index, "weight", group.weight) for index, group in enumerate(layout.groups))
+        whole = ResidentMemory(memory[:begin], states)
+        trained = {}
+        for index, group in enumerate(layout.groups):
+            if group.states:
+                homes = {state: home(index, state, place) for state, place in group.states.items()}
+                trained[index] = GroupStateHomes(
+                    master=group.master,
+                    moments=group.group.moments,
+                    residual=homes.get("residual"),
+                    exp_avg=homes.get("exp_avg"),
+                    exp_avg_sq=homes.get("exp_avg_sq"),
+                    gradient=None,
+                    spilled=None,
+                    resident=ResidentMemory(
+                        device.memory_for_resident_gradients(layout.gradients[index].resident_bytes), gradients
+                    ),
+                )
+        reports = ResidentMemory(memory[begin : begin + FLAG_BYTES], flags)
+        return UnitHomes(WeightsHome(weights, unit.home_bytes, unit, whole), trained, reports)
+
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
         unit, nbytes = layout.local, layout.weight_lease_bytes
         lease = self.resting.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
@@ -238,7 +339,7 @@ class ModelResources:
             begin += each.weight.nbytes
         return WeightsHome(tuple(groups), unit.home_bytes, unit)
 
-    def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
+    def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStateHomes:
         unit, group, gradient = layout.local, layout.groups[index], layout.gradients[index]
 
         def home(state: str) -> StateHome | None:
@@ -248,7 +349,7 @@ class ModelResources:
             return StateHome(leases.get((state, index)), 0, place.nbytes, _extent(unit, index, state, place))
 
         nbytes = gradient.lease_bytes
-        return GroupStates(
+        return GroupStateHomes(
             master=group.master,
             moments=group.group.moments,
             gradient=self.arena.lease(nbytes, f"gradients of '{unit.name}'") if nbytes else None,
@@ -274,8 +375,10 @@ class ModelResources:
     def _close(self, *, discard: bool) -> None:
         self.pipeline.close()
         try:
-            if self.device is not None:
-                self.device.close()
+            with ExitStack() as closing:  # close all, even if one raises
+                for part in (self.device, self.state_writer, self.activations):
+                    if part is not None:
+                        closing.callback(part.close)
         finally:
             if self.decoding is not None:
                 self.decoding.close()
@@ -287,12 +390,15 @@ class ModelResources:
     def give_back(self) -> None:
         """Free RAM and device memory, even while references to the model exist. Call this after close().
 
-        There must be no views of a slot. If another rank may still use the memory, the memory is not freed.
+        There must be no views of a slot. If another rank or a tensor that a forward kept may still use the memory, the
+        memory is not freed.
         """
-        if not self._quiet:
+        if not self._quiet or (self.activations is not None and self.activations.borrowed):
             return
         self.arena.give_all_back()
         if self.device is not None:
+            for unit in self.units:
+                unit.give_back()
             self.device.give_back()
 
 

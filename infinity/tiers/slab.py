@@ -17,6 +17,11 @@ from infinity.base.accelerator import Accelerator, Event
 from infinity.io.arena import ArenaRegion, Lease
 
 
+def separate_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with a new storage, whose references can be counted."""
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(memory))  # type: ignore[attr-defined]
+
+
 class SlabLease:
     """A borrowed piece of a slab. Life cycle: Slab.try_lease() → Slab.give_back(), once.
 
@@ -41,7 +46,7 @@ class SlabLease:
 
         Every call makes a tensor with a new storage, so that the views of the tensor can be counted.
         """
-        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
+        return separate_storage(self.memory)
 
 
 class Slab:

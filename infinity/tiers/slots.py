@@ -19,8 +19,9 @@ from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsDownloads
 from infinity.tiers.home import WeightsHome
+from infinity.tiers.resident import ResidentMemory
 from infinity.tiers.resources import ModelResources
-from infinity.tiers.slab import Slab, SlabLease, StreamUses
+from infinity.tiers.slab import Slab, SlabLease, StreamUses, separate_storage
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -109,6 +110,24 @@ class MaterializedHostSlot(Slot):
 
     def free(self) -> None:
         self._memory.release()
+
+
+class ResidentSlot(Slot):
+    """Slot of a resident unit: the home of the weights on the device, which is never given back."""
+
+    def __init__(self, home: ResidentMemory) -> None:
+        super().__init__(separate_storage(home.memory), None)
+        self._uses = home.uses
+
+    def wait(self) -> None:
+        self._uses.begin_reading()
+
+    def rest(self) -> bool:
+        self._uses.end_reading()
+        return True
+
+    def free(self) -> None:
+        self._uses.end_reading()
 
 
 class SlabSlot(Slot):
@@ -390,11 +409,14 @@ class SlabSlotPool:
     def __init__(self, resources: ModelResources, device: DeviceTier) -> None:
         self._resources = resources
         self._device = device
-        units = list(zip(resources.plan.layout.units, resources.units, strict=True))
+        pairs = zip(resources.plan.layout.units, resources.units, strict=True)
+        units = [(unit, homes) for unit, homes in pairs if homes.weights.resident is None]
         self._staying = [homes.weights for unit, homes in units if unit.local.stays]
         self._from_top = unusual_from_top(homes.weights.slot_bytes for unit, homes in units if not unit.local.stays)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
+        if home.resident is not None:
+            return _ResidentFetch(ResidentSlot(home.resident))
         slab, lease = self._lease(home)
         if lease is None:
             return None
@@ -451,7 +473,7 @@ class SlabSlotPool:
         return SlabSlot(slab, lease, ready, self._device.accelerator, self._device.weights, home.trained_bytes)
 
     def counts(self, home: WeightsHome) -> bool:
-        return True
+        return home.resident is None
 
     def waits(self, home: WeightsHome) -> bool:
         return bool(home.encoded_bytes) and not self._device.decoding.fits(home.encoded_bytes)

@@ -1,4 +1,4 @@
-"""Reads and writes of parts of a state, in RAM or in the store."""
+"""Reads and writes of parts of a state, in RAM, on the device or in the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 4 << 20
 def read_part(resources: ModelResources, home: StateHome, begin: int, nbytes: int) -> torch.Tensor:
     """Return bytes [begin, begin + nbytes) of a state, uint8."""
     if home.in_memory:
-        return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
+        return home.read(begin, nbytes)
     return extent_reading.read_part(resources.require_store(), home.stored(), begin, nbytes).clone()
 
 
@@ -28,7 +28,7 @@ def write_parts(resources: ModelResources, home: StateHome, parts: Mapping[int, 
     unchanged."""
     if home.in_memory:
         for begin, part in parts.items():
-            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
+            home.write(begin, part)
         home.mark_changed()
         return
     store, extent = resources.require_store(), home.stored()

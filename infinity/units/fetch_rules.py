@@ -1,7 +1,7 @@
 """Rules for fetching and evicting units, for a process that fetches its units without other ranks.
 
 If several ranks gather their units together, all ranks must make the same fetches and evictions. The rules for such
-ranks are in sharded/agreed_fetch_rules.py.
+ranks are in sharded/multi_rank_fetch_rules.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FetchRules(Protocol):
         """
 
 
-class LocalFetchRules:
+class SingleProcessFetchRules:
     """Fetch rules of a process that fetches its units without other ranks (FetchRules)."""
 
     rearranges = True

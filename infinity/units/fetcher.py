@@ -12,7 +12,7 @@ another implementation of reentrant checkpoints may keep views, or the parameter
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from infinity.base.profiler_ranges import profiled
@@ -71,7 +71,8 @@ class Fetcher:
         self._staying = [unit.index for unit in units if unit.full.stays]
         self._takes_room = frozenset(unit.index for unit in units if slots.counts(unit.homes.weights))
         self._sizes = [unit.full.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
-        self._traces = {True: VisitTrace(forward + forward[::-1]), False: VisitTrace(forward)}
+        routed = [unit.index for unit in units if unit.full.routed]
+        self._traces = {True: VisitTrace(forward + forward[::-1], routed), False: VisitTrace(forward, routed)}
         self._training = True
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -85,6 +86,10 @@ class Fetcher:
     def end_iteration(self) -> None:
         """End a training iteration. The next iteration is expected to visit the units in the same order."""
         self._traces[True].close()
+
+    def expect(self, indices: Iterable[int], among: Collection[int]) -> None:
+        """Expect uses of these units next (VisitTrace.expect)."""
+        self._trace.expect(indices, among)
 
     def order(self) -> list[OffloadedUnit]:
         """Return all units. The unit that the next training forward uses first comes first."""
@@ -414,6 +419,8 @@ class Fetcher:
         slot.
         """
         unit.weights.bump()
+        if unit.weights.residency is Residency.UPDATING:  # the unit was not used since its last update, which is done
+            unit.weights.updated()
         update, slot = unit.decided, unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
             return

@@ -1,13 +1,9 @@
 """Gradients before the update: how they land, how they are accumulated over micro-batches, and the exact global norm.
 
-A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land.
-GroupGradients.land calls _native.land_gradient for a gradient that is on the CPU. A gradient from a device goes through
-a queue (tiers/downloads.py). With several ranks, gradients go through the outbox (sharded/outbox.py).
-
-A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. When the second
-gradient arrives, the buffer is converted to fp32 in place. So one micro-batch costs 2 bytes per bf16 parameter, and
-accumulation is in fp32. A group that accumulated gradients in one step begins the next step in fp32. With vertical
-micro-batches, a group begins every step in fp32.
+A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land, which chooses
+the dtype of the gradients (accumulated_gradients.py). GroupGradients.take calls _native.land_gradient for a gradient
+that is on the CPU. A gradient from a device goes through a queue (tiers/downloads.py). With several ranks, gradients go
+through the outbox (sharded/outbox.py).
 
 If RAM has no room for gradients, or no room for their conversion to fp32, they land in a window of RAM and are kept in
 the store until the update (tiers/landing_window.py). These spilled gradients are written to the store when the backward
@@ -20,11 +16,12 @@ until they have landed. All other code calls `wait_landed` before it reads gradi
 
 from __future__ import annotations
 
+import functools
 import math
+import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -39,14 +36,15 @@ from infinity.state.unit import FlatParameterGroup, ParameterPlace, ParameterSpe
 from infinity.tiers.downloads import GradientQueue, GroupGradientDownload
 from infinity.tiers.landing_window import LandingWindow, SpilledGradients
 from infinity.tiers.resources import ModelResources
+from infinity.units.accumulated_gradients import AccumulatedGradients, total_of
 from infinity.units.arrivals import GradientArrivals
+from infinity.units.resident_gradients import ResidentGradients, ResidentSums
 
 
-class GroupGradients:
-    """The gradients of one trainable group.
+class GroupGradients(AccumulatedGradients):
+    """The gradients of one trainable group in host memory.
 
-    Invariant: the elements of a parameter that is not in `present` are undefined and never read. `_sums` has the
-    partial sums of squares (Σ g²) of the parameters in `present`, except for gradients in `_down`, which may not have
+    Invariant: `_sums` has the sums of all parameters in `present`, except for gradients in `_down`, which may not have
     landed yet.
 
     Args:
@@ -55,6 +53,8 @@ class GroupGradients:
         window: window of RAM in which spilled gradients land; None: the gradients always have room in RAM.
         queue: queue from a device; None when gradients arrive in host memory.
     """
+
+    keeps_zeros = True
 
     def __init__(
         self,
@@ -66,18 +66,13 @@ class GroupGradients:
         queue: GradientQueue | None,
         pool: _native.ThreadPool,
     ) -> None:
-        self._unit = unit
-        self._group = group
+        super().__init__(unit, group)
         self._home = home
         self._down = None if queue is None else GroupGradientDownload(queue, group)
         self._spill = None if extent is None or window is None else SpilledGradients(extent, window, self._down)
         self._spilled = home is None
         self._pool = pool
-        self.mean = 1.0
         self._keep_as(group.dtype)
-        self.present: set[str] = set()
-        self._sums: dict[str, Sequence[float]] = {}
-        self._accumulates = False
 
     def stream(self) -> _native.StateStream:
         """Return the description of the group's gradients that the native update needs: flat, in `dtype`.
@@ -85,9 +80,22 @@ class GroupGradients:
         Raises:
             SwapIOError: a write of the gradients to the store failed.
         """
+        if self.zeros and len(self.zeros) == len(self.present):
+            return _native.StateStream(memory=_zeros(self._fp32_bytes))
+        self._write_zeros()
         if self._spilled and self._spill is not None:
             return self._spill.stream()
         return _native.StateStream(memory=self._view())
+
+    def _write_zeros(self) -> None:
+        """Write the gradients in `zeros` to their places."""
+        if self.zeros:
+            self.wait_landed()  # an earlier gradient of the same parameter may be in flight
+        for spec in self._group.specs:
+            if spec.name in self.zeros:
+                self.zeros.discard(spec.name)
+                place = self._range(spec)
+                place[:] = bytes(len(place))
 
     @property
     def spilled(self) -> bool:
@@ -102,49 +110,15 @@ class GroupGradients:
             raise AssertionError(f"gradients of '{self._unit.name}' have no place")
         return self._home.view()
 
-    @property
-    def finite(self) -> bool:
-        """Whether all present gradients whose sum of squares is known are finite.
-
-        For a gradient from a device, the sum is known after `wait_landed`.
-        """
-        return all(map(math.isfinite, chain.from_iterable(self._sums.values())))
-
     def _range(self, spec: ParameterSpec) -> memoryview:
         begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
         return self._view()[begin:end]
 
-    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
-        """Take one gradient.
-
-        Args:
-            spec: parameter of the gradient.
-            gradient: gradient of the parameter's shape, on the parameter's device.
-            accumulate: whether the gradient is added to the present gradient; False: it replaces the present gradient.
-            more: whether further gradients of the group's parameters will be added soon.
-
-        Raises:
-            PlanError: a second gradient arrived before a step, and there is no room to accumulate gradients in fp32.
-            SwapIOError: a transfer of gradients to or from the store failed.
-        """
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        adds = accumulate and spec.name in self.present
-        if adds:
-            self._widen()
-            self._accumulates = True
-        elif not self.present:
-            # In the dtype in which they arrive, spilled gradients from a device move fewer bytes than in fp32.
-            room = self._room_bytes if self._down is None else self._home_bytes
-            wide = (self._accumulates or more) and room >= self._fp32_bytes
-            self._keep_as(torch.float32 if wide else self._group.dtype)
-            self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
-            self._accumulates = False
-        self.present.add(spec.name)
+    def take(self, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool) -> None:
         if self._down is not None:
-            self._pack(self._down, spec, gradient.detach(), add=adds, more=more)
+            self._pack(self._down, spec, gradient, add=add, more=more)
             return
-        flat = gradient.detach().reshape(-1).contiguous()
+        flat = gradient.reshape(-1).contiguous()
         if self.dtype not in (torch.float32, flat.dtype):
             flat = flat.to(self.dtype)
         self._sums[spec.name] = _native.land_gradient(
@@ -152,10 +126,14 @@ class GroupGradients:
             native_name(self.dtype),
             flat.view(torch.uint8).numpy(),
             native_name(flat.dtype),
-            add=adds,
+            add=add,
             pool=self._pool,
             first=spec.offset,
         )
+
+    def begin_as(self, dtype: torch.dtype) -> None:
+        self._keep_as(dtype)
+        self._spilled = self._home is None or self._home_bytes < self._group.numel * dtype.itemsize
 
     def _keep_as(self, dtype: torch.dtype) -> None:
         """Set the dtype of the gradients from now on."""
@@ -195,11 +173,12 @@ class GroupGradients:
             DeviceError: a gradient was lost on the way from the device.
         """
         for sums in () if self._down is None else self._down.wait_landed():
-            self._sums.update({name: parts for name, parts in sums.items() if name in self.present})
+            self._sums.update({name: parts for name, parts in sums.items() if name in self.present - self.zeros})
 
     @property
-    def _fp32_bytes(self) -> int:
-        return self._group.numel * 4
+    def first_room_bytes(self) -> int:
+        # In the dtype in which they arrive, spilled gradients from a device move fewer bytes than in fp32.
+        return self._room_bytes if self._down is None else self._home_bytes
 
     @property
     def _home_bytes(self) -> int:
@@ -209,9 +188,7 @@ class GroupGradients:
     def _room_bytes(self) -> int:
         return self._home_bytes if self._spill is None else max(self._home_bytes, self._spill.nbytes)
 
-    def _widen(self) -> None:
-        if self.dtype == torch.float32:
-            return
+    def widen(self) -> None:
         if self._room_bytes < self._fp32_bytes:
             raise PlanError(
                 f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
@@ -241,9 +218,7 @@ class GroupGradients:
             self._spill.load()
 
     def forget(self) -> None:
-        """Forget all gradients."""
-        self.present.clear()
-        self._sums.clear()
+        super().forget()
         self._forget()
 
     def _forget(self) -> None:
@@ -277,16 +252,6 @@ class GroupGradients:
             self._sums[spec.name] = _native.sums_of_squares(self._range(spec), name, self._pool, first=spec.offset)
         return self._sums[spec.name]
 
-    def sum_squares(self, spec: ParameterSpec) -> float:
-        """Return Σ g² of a gradient in double, after waiting until the gradient has landed.
-
-        The sum is not finite if an element of the gradient is not finite.
-
-        Raises:
-            DeviceError: the gradient was lost on the way from the device.
-        """
-        return total_of(self.partials(spec))
-
     def value(self, spec: ParameterSpec) -> torch.Tensor:
         """Return a copy of a present gradient, in the parameter's shape and in `dtype`.
 
@@ -297,21 +262,38 @@ class GroupGradients:
             SwapIOError: the gradient was lost on the way to or from the store.
         """
         self.wait_landed()
-        if not spec.numel:
-            return torch.empty(spec.shape, dtype=self.dtype)
+        if not spec.numel or spec.name in self.zeros:
+            return torch.zeros(spec.shape, dtype=self.dtype)
         return torch.frombuffer(self._range(spec), dtype=self.dtype).clone().view(spec.shape)
 
     def drop(self, name: str) -> None:
-        self.present.discard(name)
-        self._sums.pop(name, None)
+        super().drop(name)
         if not self.present:
             self._forget()
 
 
-def groups_of(unit: Unit, resources: ModelResources) -> dict[int, GroupGradients]:
-    """Return the gradients of a unit's trainable groups, by group index."""
+@functools.cache
+def _zeros(nbytes: int) -> mmap.mmap:
+    """Return memory with zeros, which nobody writes to. Therefore all its pages are one page of the system."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+AnyGradients: TypeAlias = GroupGradients | ResidentGradients
+"""Gradients of a group, in host memory or on the device."""
+
+
+def groups_of(unit: Unit, resources: ModelResources, sums: ResidentSums) -> dict[int, AnyGradients]:
+    """Return the gradients of a unit's trainable groups, by group index.
+
+    Args:
+        unit: the unit.
+        resources: resources of the model.
+        sums: sums of squares of the gradients of all resident units.
+    """
     return {
-        index: GroupGradients(
+        index: ResidentGradients(unit, unit.groups[index], states.resident, sums)
+        if states.resident is not None
+        else GroupGradients(
             unit,
             unit.groups[index],
             states.gradient,
@@ -324,15 +306,6 @@ def groups_of(unit: Unit, resources: ModelResources) -> dict[int, GroupGradients
     }
 
 
-def total_of(partials: Iterable[float]) -> float:
-    """Return the sum of `partials`, rounded once.
-
-    The result does not depend on the order of the partial sums. Each rank has some of the partial sums, so the norm is
-    the same for any number of ranks.
-    """
-    return math.fsum(partials)
-
-
 class UnitGradients:
     """The gradients of one unit.
 
@@ -341,9 +314,16 @@ class UnitGradients:
         arrivals: counts of the gradients that have arrived in the current backward pass.
     """
 
-    def __init__(self, unit: Unit, groups: Mapping[int, GroupGradients]) -> None:
+    def __init__(self, unit: Unit, groups: Mapping[int, AnyGradients]) -> None:
         self.groups = groups
         self.arrivals = GradientArrivals([spec.name for group in unit.trainable_groups for spec in group.specs])
+
+    def in_host_memory(self, group: int) -> GroupGradients:
+        """Return the gradients of a group of a unit that is not resident."""
+        gradients = self.groups[group]
+        if not isinstance(gradients, GroupGradients):
+            raise AssertionError("gradients of a resident unit")
+        return gradients
 
     @property
     def finite(self) -> bool:
@@ -383,6 +363,9 @@ class GroupGradientsView(Protocol):
     @property
     def present(self) -> Set[str]: ...
 
+    @property
+    def zeros(self) -> Set[str]: ...
+
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None: ...
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]: ...
@@ -412,8 +395,8 @@ Named = Callable[[], Iterable[tuple[nn.Parameter, ParameterPlace]]]
 class ModelGradients(Protocol):
     """The gradients of every trainable parameter, from the backward passes to the step.
 
-    `LocalGradients` has the gradients of one process, and sharded/shared_gradients.py the gradients of all ranks. All
-    ranks must make the same calls.
+    `SingleProcessGradients` has the gradients of one process, and sharded/multi_rank_gradients.py the gradients of all
+    ranks. All ranks must make the same calls.
     """
 
     @property
@@ -521,7 +504,7 @@ class ModelGradients(Protocol):
         gradients are finite)."""
 
 
-class LocalGradients:
+class SingleProcessGradients:
     """The gradients of one process (ModelGradients).
 
     Args:
@@ -540,7 +523,7 @@ class LocalGradients:
         self._window = window
         self.before_landing = before_landing
 
-    def of(self, place: ParameterPlace) -> GroupGradients:
+    def of(self, place: ParameterPlace) -> AnyGradients:
         return self._units[place.unit.index].groups[place.group_index]
 
     def has(self, place: ParameterPlace) -> bool:

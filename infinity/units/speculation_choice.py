@@ -16,7 +16,7 @@ from typing import Protocol
 
 from infinity.plan.placement import Overlap
 from infinity.plan.policy import worth_speculating
-from infinity.state.request import GroupUpdate
+from infinity.state.update_request import GroupUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _GAIN = 0.97  # updates stop speculating only if a step then takes less than thi
 _KEPT = 500  # steps until the two ways are timed again
 
 
-class PredictableOptimizer(Protocol):
+class StepPredictor(Protocol):
     """Optimizer that predicts its next step."""
 
     @property
@@ -60,7 +60,7 @@ class UpdateCounts:
     clipped: int = 0
 
 
-class TimedChoice:
+class TimedSpeculationChoice:
     """Choice of the faster way, with or without speculation ([Note: steps that are timed]).
 
     Args:
@@ -116,7 +116,7 @@ class SpeculationChoice:
         counts: counts of the updates by outcome.
     """
 
-    def __init__(self, mode: Overlap, timed: TimedChoice | None = None) -> None:
+    def __init__(self, mode: Overlap, timed: TimedSpeculationChoice | None = None) -> None:
         self.mode = mode
         self._timed = timed
         self.counts = UpdateCounts()

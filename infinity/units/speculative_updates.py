@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from infinity.durable.commits import Commits
-from infinity.state.request import is_clipped
 from infinity.state.shard import Shard
+from infinity.state.update_request import is_clipped
 from infinity.units.arrivals import BackwardPasses
 from infinity.units.pump import UpdatePump
-from infinity.units.speculation_choice import PredictableOptimizer, SpeculationChoice
+from infinity.units.speculation_choice import SpeculationChoice, StepPredictor
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest
 from infinity.units.update_queue import UpdateQueue
@@ -50,7 +50,7 @@ class SpeculativeUpdates:
         self._units = units
         self._shards = shards
 
-    def gradients_complete(self, unit: OffloadedUnit, optimizer: PredictableOptimizer | None, step: int) -> None:
+    def gradients_complete(self, unit: OffloadedUnit, optimizer: StepPredictor | None, step: int) -> None:
         """Begin the update of a unit whose gradients seem to be complete, if a speculative update is possible and is
         expected to save time.
 
@@ -71,7 +71,7 @@ class SpeculativeUpdates:
             if wanted:
                 self._updates.speculate(unit, wanted, step, committed=self._commits.due(step))
 
-    def _seems_worth_it(self, unit: OffloadedUnit, optimizer: PredictableOptimizer) -> bool:
+    def _seems_worth_it(self, unit: OffloadedUnit, optimizer: StepPredictor) -> bool:
         return (
             self._speculation.worth_it
             and self._passes.is_last(optimizer.accumulation_steps)
@@ -80,7 +80,7 @@ class SpeculativeUpdates:
         )
 
     def backward_begins(
-        self, order: Callable[[], Sequence[OffloadedUnit]], optimizer: PredictableOptimizer | None, step: int
+        self, order: Callable[[], Sequence[OffloadedUnit]], optimizer: StepPredictor | None, step: int
     ) -> None:
         """If the backward that begins is the last one before the step, read states ahead for updates that will not
         begin during this backward.
@@ -160,7 +160,7 @@ class SpeculativeUpdates:
         begun: Sequence[OffloadedUnit],
         wrong: Set[int],
         requests: Mapping[int, UnitRequest],
-        optimizer: PredictableOptimizer | None,
+        optimizer: StepPredictor | None,
     ) -> None:
         """Learn from a decided step.
 

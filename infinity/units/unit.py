@@ -1,9 +1,10 @@
 """One offloaded unit: the object that has, or refers to, everything about a unit.
 
-weights     whether and where the weights are on the device (weights.py) views       current form of the parameters:
-placeholder, view of a slot or gathered copy (parameters.py) update      update in progress; None when there is none
-(update.py) gradients   gradients that have arrived, and their memory (gradients.py) homes       where all states are
-kept between uses (tiers/home.py)
+weights     whether and where the weights are on the device (weights.py)
+views       current form of the parameters: placeholder, view of a slot or gathered copy (parameters.py)
+update      update in progress; None when there is none (update.py)
+gradients   gradients that have arrived, and their memory (gradients.py)
+homes       where all states are kept between uses (tiers/home.py)
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from infinity.io.store import wait_all
 from infinity.state.shard import Shard
 from infinity.state.unit import FlatParameterGroup
 from infinity.tiers.destination import Written
-from infinity.tiers.home import GroupStates, UnitHomes, WeightsHome
+from infinity.tiers.home import GroupStateHomes, UnitHomes, WeightsHome
 from infinity.tiers.slots import Slot
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
-from infinity.units.shadows import ShadowMemory
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
 from infinity.units.weights import Residency, UnitWeights
 
@@ -52,7 +53,7 @@ class OffloadedUnit:
         gradients: UnitGradients,
         timeline: Timeline,
         health: ModelHealth,
-        shadows: ShadowMemory,
+        shadows: SpeculativeUpdateBuffers,
     ) -> None:
         self.full = shard.full
         self.local = shard.local
@@ -134,11 +135,11 @@ class OffloadedUnit:
     def weights_home(self) -> WeightsHome:
         return self.homes.weights
 
-    def states_of(self, group: int) -> GroupStates | None:
+    def states_of(self, group: int) -> GroupStateHomes | None:
         """Return the optimizer states of a group; None for a frozen group."""
         return self.homes.states.get(group)
 
-    def trained(self) -> Iterator[tuple[int, FlatParameterGroup, GroupStates]]:
+    def trained(self) -> Iterator[tuple[int, FlatParameterGroup, GroupStateHomes]]:
         """Yield (group index, this rank's part of the group, states) for each group that has optimizer states on this
         rank."""
         for index, states in self.homes.states.items():

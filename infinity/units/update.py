@@ -27,12 +27,12 @@ import enum
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from infinity import _native
 from infinity.io.arena import Lease
-from infinity.io.engine import Transfer
-from infinity.state.request import GroupUpdate
+from infinity.io.engine import BackgroundWork, Transfer
+from infinity.state.update_request import GroupUpdate
 from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import StateHome
@@ -57,6 +57,11 @@ class UpdateTransfer(Transfer):
         """Whether all new weights and moments are finite; valid after `result`."""
         return self.future.finite
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the transfer has failed. Does not wait."""
+        return self.done() and self.future.failure() is not None
+
     @functools.cached_property
     def _futures(self) -> dict[Milestone, _native.IOFuture]:
         """Future of each milestone. The dict is cached, because the native attribute makes a new object at each
@@ -70,6 +75,25 @@ class UpdateTransfer(Transfer):
     def done_until(self, milestone: Milestone) -> bool:
         """Return whether the transfer has reached a milestone or has failed."""
         return self._futures[milestone].done()
+
+
+class GroupTransfer(Protocol):
+    """The update of one group of a unit, in progress: UpdateTransfer, or ResidentTransfer (resident_update.py)."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def finite(self) -> bool: ...
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    def until(self, milestone: Milestone) -> BackgroundWork: ...
+
+    def done_until(self, milestone: Milestone) -> bool: ...
+
+    def result(self) -> None: ...
 
 
 class UpdateState(enum.Enum):
@@ -131,7 +155,7 @@ class UnitUpdate:
         self.speculated = speculated
         self.uses_slot = uses_slot
         self.moves_weights = speculated and any(each["weight"].moves for each in destinations.values())
-        self.transfers: dict[int, UpdateTransfer] = {}
+        self.transfers: dict[int, GroupTransfer] = {}
         self.viewed = False
         self.weights_copy = weights_copy
         self.state = UpdateState.SPECULATIVE if speculated else UpdateState.DECIDED
@@ -145,8 +169,13 @@ class UnitUpdate:
     def is_speculative(self) -> bool:
         return self.state is UpdateState.SPECULATIVE
 
-    def until(self, milestone: Milestone) -> list[Transfer]:
+    def until(self, milestone: Milestone) -> list[BackgroundWork]:
         return [transfer.until(milestone) for transfer in self.transfers.values()]
+
+    @property
+    def native_transfers(self) -> dict[int, UpdateTransfer]:
+        """The transfers of the native pipeline, by group; empty for a resident unit."""
+        return {index: each for index, each in self.transfers.items() if isinstance(each, UpdateTransfer)}
 
     def reached(self, milestone: Milestone) -> bool:
         """Return whether the update has reached a milestone or has failed."""
@@ -203,7 +232,7 @@ class UnitUpdate:
         weights."""
         return {
             index: replace(self.destinations[index]["weight"], written=transfer.until("weights"))
-            for index, transfer in self.transfers.items()
+            for index, transfer in self.native_transfers.items()
         }
 
     def require_well(self) -> None:
@@ -213,5 +242,5 @@ class UnitUpdate:
             SwapIOError: a transfer failed.
         """
         for transfer in self.transfers.values():
-            if transfer.done() and transfer.future.failure() is not None:
+            if transfer.has_failed:
                 transfer.result()

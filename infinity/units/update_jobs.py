@@ -41,7 +41,8 @@ def submit_update(
             such job.
     """
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
-    destinations, gradients = update.destinations[group_index], unit.gradients.groups
+    destinations = update.destinations[group_index]
+    gradients = {index: unit.gradients.in_host_memory(index) for index in update.wanted}
     streams = {state: destination.stream(resources.store) for state, destination in destinations.items()}
     landings = [landing for index in update.wanted for landing in gradients[index].landing_futures()]
     copies = [] if update.weights_copy is None else [update.weights_copy.landed]

@@ -16,7 +16,8 @@ from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import StateHome
 from infinity.tiers.resources import ModelResources
 from infinity.units.read_ahead import ReadAheadJobs
-from infinity.units.shadows import ShadowMemory
+from infinity.units.resident_update import ResidentUpdates
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate, UpdateState, UpdateTransfer
 from infinity.units.update_jobs import submit_update
@@ -35,10 +36,11 @@ class UpdateQueue:
         ahead: states that were read ahead for updates that have not begun.
     """
 
-    def __init__(self, resources: ModelResources, shadows: ShadowMemory) -> None:
+    def __init__(self, resources: ModelResources, shadows: SpeculativeUpdateBuffers) -> None:
         self._resources = resources
         self.shadows = shadows
         self.ahead = ReadAheadJobs(resources)
+        self._resident = ResidentUpdates(resources)
         self._under_way: dict[int, OffloadedUnit] = {}
         self._readers: list[OffloadedUnit] = []
         self._copied: list[OffloadedUnit] = []
@@ -66,7 +68,7 @@ class UpdateQueue:
         """Return whether a speculative update of the unit would be useful, and can write its new values without
         overwriting current values."""
         weights, states = unit.homes.weights, unit.homes.all_states()
-        if unit.update is not None or not states:
+        if unit.update is not None or not states or unit.homes.are_resident:
             return False
         at_home = weights.lease is not None
         if not may_speculate(
@@ -165,7 +167,7 @@ class UpdateQueue:
             SwapIOError: the device failed.
         """
         dropped = [(unit, update) for unit in units if (update := unit.speculative) is not None]
-        transfers = [transfer for _, update in reversed(dropped) for transfer in update.transfers.values()]
+        transfers = [transfer for _, update in reversed(dropped) for transfer in update.native_transfers.values()]
         with interrupts_deferred():  # a canceled update that is not undone would count as valid
             for transfer in transfers:
                 self._resources.pipeline.cancel(transfer.future)
@@ -221,7 +223,7 @@ class UpdateQueue:
         Returns:
             The keys of the withdrawn updates.
         """
-        futures = [[transfer.future for transfer in update.transfers.values()] for update in updates.values()]
+        futures = [[transfer.future for transfer in update.native_transfers.values()] for update in updates.values()]
         withdrawn = self._resources.pipeline.withdraw(futures)
         return {index for index, taken_back in zip(updates, withdrawn, strict=True) if taken_back}
 
@@ -278,6 +280,9 @@ class UpdateQueue:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
         with profiled("update", unit.name):
+            if unit.homes.are_resident:
+                update.transfers.update(self._resident.begin(unit, update, step=step))
+                return
             for index in wanted:
                 update.transfers[index] = submit_update(
                     self._resources, unit, update, index, step=step, ahead=ahead.get(index)

@@ -13,6 +13,7 @@ import infinity
 from infinity.access.exact import exact_moment, exact_value
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
+from infinity.units.update_queue import UpdateQueue
 from tests.checkpoint.conftest import config_in
 from tests.checkpoint.runs import begin
 from tests.models import llama, loss_of
@@ -52,17 +53,28 @@ PLACES = [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("host", "host")
 @pytest.mark.parametrize("overlap", ["during_backward", "before_forward"])
 @pytest.mark.parametrize("places", PLACES, ids="-".join)
 def test_a_master_is_that_of_the_last_step_while_its_update_is_under_way(
-    places: tuple[str, str], overlap: str, tmp_path: Path
+    places: tuple[str, str], overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = llama(layers=1)
     _, optim = begin(model.bfloat16(), batch, config_in(tmp_path)("swap", places, overlap=overlap), steps=1)
     coordinator = registry.coordinator_of(model)
     loss_of(model, batch).backward()
-    optim.step()
-    found = [exact_value(coordinator, place) for _, place in coordinator.places()]
+    read_part, under_way = Coordinator.read_part, []
+
+    def recorded(self: Coordinator, *args: Any) -> torch.Tensor:
+        under_way.append([unit.name for unit in self.units if unit.update is not None])
+        return read_part(self, *args)
+
+    with monkeypatch.context() as patched:
+        # As on a slow drive: no update is found written unless something waits for the update.
+        patched.setattr(UpdateQueue, "finish_written", lambda queue: None)
+        patched.setattr(Coordinator, "read_part", recorded)
+        optim.step()
+        found = [exact_value(coordinator, place) for _, place in coordinator.places()]
     infinity.synchronize(model)
     expected = [exact_value(coordinator, place) for _, place in coordinator.places()]
     infinity.close(model)
+    assert under_way == [[]] * len(under_way) != []
     assert all(torch.equal(value, after) for value, after in zip(found, expected, strict=True))
 
 

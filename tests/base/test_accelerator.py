@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.base import accelerator as accelerator_module
-from infinity.base import c_runtime
+from infinity.base import device_runtime
 from infinity.base.accelerator import DeviceFacts, TorchAccelerator, open_accelerator, resolve
 from infinity.errors import ConfigError
 from tests.bench.gpu import fake_cuda
@@ -101,7 +101,7 @@ def test_native_code_gets_the_runtimes_own_handles_and_functions(accelerator: To
 def test_a_runtime_that_is_linked_into_torch_is_an_error_with_the_fix(
     accelerator: TorchAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(c_runtime, "addresses", lambda names: None)
+    monkeypatch.setattr(device_runtime, "addresses", lambda names: None)
     with pytest.raises(ConfigError, match="linked into torch's own libraries.*Install torch with pip"):
         accelerator.gate()
 
@@ -124,7 +124,7 @@ def test_a_device_is_described_by_its_runtime(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 4))
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(c_runtime, "pci_address", lambda index: f"0000:0{index}:00.0")
+    monkeypatch.setattr(device_runtime, "pci_address", lambda index: f"0000:0{index}:00.0")
     described = accelerator_module.describe(torch.device("cuda", 1))
     assert described == DeviceFacts("FAST GPU", 4, 3, architecture, "0000:01:00.0")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,8 @@ MIB = 1 << 20
 BLOCK = 64 << 10  # below what glibc maps by itself
 BLOCKS = 1024
 
+Block = ctypes.Array[ctypes.c_char]
+
 glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33 or later")
 
 
@@ -25,37 +25,71 @@ def resident() -> int:
 
 
 @pytest.fixture
-def holes() -> Iterator[int]:
-    """Every second one of many blocks was freed. Gives the bytes of the holes."""
-    blocks = [ctypes.create_string_buffer(b"x" * BLOCK, BLOCK) for _ in range(BLOCKS)]
-    freed = [weakref.ref(block) for block in blocks[::2]]
-    del blocks[::2]
-    assert not any(each() for each in freed)
-    yield BLOCKS // 2 * BLOCK
-    del blocks
+def blocks() -> list[Block | None]:
+    """Many blocks, one after the other in the heap."""
+    return [_filled(BLOCK) for _ in range(BLOCKS)]
+
+
+def _filled(nbytes: int) -> Block:
+    return ctypes.create_string_buffer(b"x" * nbytes, nbytes)
+
+
+def free_every_second(blocks: list[Block | None]) -> int:
+    """Leave holes between the blocks in use. Return the bytes of the holes."""
+    blocks[::2] = [None] * (BLOCKS // 2)
+    return BLOCKS // 2 * BLOCK
 
 
 @glibc
-def test_holes_between_what_is_used_go_back(holes: int) -> None:
-    before = resident()
-    HeapTrimmer(64 * MIB).used(64 * MIB)
+def test_holes_between_what_is_used_go_back(blocks: list[Block | None]) -> None:
+    holes, before = free_every_second(blocks), resident()
+    HeapTrimmer(64 * MIB).check()
     assert before - resident() > holes * 3 // 4
 
 
 @glibc
-def test_memory_is_looked_at_once_in_a_while(holes: int) -> None:
-    before, kept = resident(), HeapTrimmer(64 * MIB)
-    kept.used(7 * MIB)
+def test_a_large_budget_keeps_what_will_be_used_again(blocks: list[Block | None]) -> None:
+    holes, before = free_every_second(blocks), resident()
+    HeapTrimmer(1 << 40).check()
     assert before - resident() < holes // 4
-    kept.used(1 * MIB)
-    assert before - resident() > holes * 3 // 4
 
 
 @glibc
-def test_a_large_budget_keeps_what_will_be_used_again(holes: int) -> None:
-    before, budget = resident(), 1 << 40
-    HeapTrimmer(budget).used(budget)
+def test_holes_stay_until_the_process_outgrows_what_was_in_use(blocks: list[Block | None]) -> None:
+    trimmer = HeapTrimmer(64 * MIB)
+    trimmer.check()
+    holes, before = free_every_second(blocks), resident()
+    trimmer.check()
     assert before - resident() < holes // 4
+    more = _filled(holes)  # glibc maps it by itself
+    trimmer.check()
+    assert before + len(more) - resident() > holes * 3 // 4
+
+
+@glibc
+def test_holes_that_went_back_are_not_counted_again(
+    blocks: list[Block | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holes = free_every_second(blocks)
+    trimmer = HeapTrimmer(64 * MIB)
+    trimmer.check()
+    trims = _count_trims(monkeypatch)
+    more = [_filled(holes) for _ in range(3)]  # the process is beyond its ceiling
+    trimmer.check()
+    assert not trims
+    del more
+
+
+def _count_trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    trims: list[int] = []
+
+    class Counted:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        malloc_trim = staticmethod(trims.append)
+
+    Counted.mallinfo2.restype = heap._MallInfo
+    monkeypatch.setattr(heap, "_LIBC", Counted)
+    return trims
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +97,4 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
 
     monkeypatch.setattr(heap, "_LIBC", Musl())
-    HeapTrimmer(8).used(8)
+    HeapTrimmer(8).check()

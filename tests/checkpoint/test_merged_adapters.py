@@ -131,6 +131,15 @@ def test_what_cannot_be_merged_is_an_error_before_training(
         require_mergeable(model)
 
 
+def test_adapters_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> None:
+    model, _ = with_adapters(llama, tmp_path, torch.bfloat16)
+    model.merge_adapter()
+    with pytest.raises(NotAvailableError, match=r"is merged into the weights already: call model.unmerge_adapter\(\)"):
+        require_mergeable(model)
+    model.unmerge_adapter()
+    require_mergeable(model)
+
+
 def test_other_adapters_and_several_sets_are_refused(tmp_path: Path) -> None:
     from peft import IA3Config, LoraConfig, get_peft_model
 

@@ -18,7 +18,7 @@ from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.cli.main import main
 from infinity.errors import PlanError, ResumeError
 from infinity.io import atomic_file
-from infinity.io.pins import read_marker
+from infinity.io.generation_pins import read_marker
 from infinity.runtime.pins import generation_of, pin
 from infinity.runtime.pins import pinned as pins_of
 from tests import sampling

@@ -399,7 +399,7 @@ def test_int8_in_the_order_of_an_old_gpu_is_refused(
         deferred(path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "quark", "compressed-tensors"])
 def test_other_methods_are_refused_by_name(method: str, base: Path, deferred: Any, tmp_path: Path) -> None:
     path = damaged(base, tmp_path / "other", lambda _: None)
     config = json.loads((path / "config.json").read_text())

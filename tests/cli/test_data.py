@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infinity.cli import documents
 from infinity.cli.data import PackedDataset
-from infinity.cli.records import LossOn
+from infinity.cli.training_examples import LossOn
 from infinity.errors import ConfigError
 from tests.cli.test_finetune import TEXT, tokenizer
 
@@ -202,7 +202,10 @@ def test_a_line_that_is_no_json_is_named(line: bytes, message: str, pack: Pack, 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses the row: TemplateError: roles must alternate"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses the row: TemplateError: roles must alternate. Change the row, or chat_template.jinja",
+        ),
         ("{{ messages[0].content + 1 }}", "refuses the row: TypeError"),
         ("{{ 1 // 0 }}", "refuses the row: ZeroDivisionError"),
         ("{{ nothing.like.this }}", "refuses the row: UndefinedError"),

@@ -12,9 +12,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from infinity.base.machine_facts import ProcessorFacts
 from infinity.cli import default_dtype as defaults
 from infinity.cli.default_dtype import default_dtype, dtype_line
-from infinity.cli.machine_facts import ProcessorFacts
 from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES
 from tests.cli.test_finetune import run
@@ -161,7 +161,8 @@ def test_a_run_keeps_its_dtype_under_other_flags(
     assert main(more) == 0
     lines = re.findall("^dtype .*", capsys.readouterr().out, re.MULTILINE)
     assert len(lines) == told
-    assert all(line.startswith("dtype bf16, as when the run began: this processor has neither") for line in lines)
+    assert all(line.startswith("dtype bf16: this processor has neither") for line in lines)
+    assert all(line.endswith("; the run began with it") for line in lines)
     assert not any("--dtype" in line for line in lines), "a run cannot change its dtype"
     with (tmp_path / "more/loss.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from infinity.cli import endurance
-from infinity.cli.endurance import Endurance, endurance_of, parse_smartctl, smartctl
+from infinity.cli.endurance import Endurance, endurance_bytes, endurance_of, parse_smartctl, smartctl
 
 
 def test_wear_is_read_from_smartctl() -> None:
@@ -81,3 +82,14 @@ def test_no_wear_is_made_up_where_none_is_told(does: str, programs: Path, monkey
 )
 def test_a_report_of_another_shape_gives_no_wear_and_no_error(report: object) -> None:
     assert parse_smartctl(report) is None
+
+
+def test_drives_endure_what_all_of_them_are_rated_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimpleNamespace(members=[tmp_path / "nvme0n1"])
+    monkeypatch.setattr(endurance, "disk_under", lambda path: disk)
+    monkeypatch.setattr(endurance, "endurance_of", lambda name: Endurance(10**13, 10, 10**14))
+    assert endurance_bytes([tmp_path, tmp_path]) == 2 * 10**14
+    assert endurance_bytes([]) == 0
+    told = iter([Endurance(10**13, 10, 10**14), Endurance(10**10, 1, None)])
+    monkeypatch.setattr(endurance, "endurance_of", lambda name: next(told))
+    assert endurance_bytes([tmp_path, tmp_path]) == 0  # of one drive it is not known

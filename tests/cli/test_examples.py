@@ -176,7 +176,7 @@ def test_text_among_examples_is_learned_all_of_it(read: Read) -> None:
 
 def test_a_template_without_marks_is_refused(read: Read) -> None:
     with pytest.raises(
-        ConfigError, match=r"rows0.jsonl:1: .*no \{% generation %\} .* docs/finetune.md .*--loss-on all"
+        ConfigError, match=r"rows0.jsonl:1: .*no \{% generation %\} .* infinity's page on finetune .*--loss-on all"
     ):
         read([{"messages": spoken(TALK)}], "{% for m in messages %}{{ m.content }} {% endfor %}")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from infinity.cli.main import main
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.run_report import make_report, processors_alone
 from infinity.cli.trainers import FinetuneSFTTrainer
+from infinity.io.directory import SwapDirectory
 from tests import processes
 from tests.models import VOCABULARY, bert, llama
 from tests.processes import Forked
@@ -77,12 +80,64 @@ def run(job: dict[str, Any], *flags: str) -> int:
     return main(arguments_of(job, *flags))
 
 
+def _without_trl(arguments: list[str]) -> int:
+    """Call main() as in a new process, and check that it has not imported TRL."""
+    slow = "trl", "transformers.trainer"
+    for name in [name for name in sys.modules if name.startswith(("infinity.cli", *slow))]:
+        del sys.modules[name]
+    code: int = importlib.import_module("infinity.cli.main").main(arguments)
+    assert [name for name in sys.modules if name.startswith(slow)] == []
+    return code
+
+
+def test_data_that_cannot_be_used_are_refused_before_trl_is_imported_and_the_model_is_made(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    template = "{% for each in messages %}{{ each.role + each.content }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    talk = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a hen"}]
+    job["--data"] = tmp_path / "chats.jsonl"
+    job["--data"].write_text(json.dumps({"messages": talk}) + "\n")
+    ended = processes.run(_without_trl, arguments_of(job))
+    assert ended.returncode == 2, ended.stderr
+    assert "the model's chat template does not say which tokens are the assistant's" in ended.stderr
+
+
+def test_a_store_with_a_run_is_refused_before_transformers_reads_the_tokenizer(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "model")
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    (swap / "generation-000000000002.infinity").touch()
+    ended = processes.run(_without_trl, arguments_of(job))
+    assert ended.returncode == 2, ended.stderr
+    assert f"error: {swap} contains the generations of an earlier run\n" in ended.stderr
+    assert "  to resume it: " in ended.stderr
+
+
+def test_a_store_that_another_run_uses_is_refused_before_transformers_reads_the_tokenizer(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "model")
+    held = SwapDirectory(tmp_path / "swap")
+    try:
+        ended = processes.run(_without_trl, arguments_of(job))
+    finally:
+        held.close()
+    assert ended.returncode == 2, ended.stderr
+    assert f"the swap directory {tmp_path / 'swap'} is in use by a run (process {os.getpid()})" in ended.stderr
+
+
 @pytest.mark.usefixtures("picture")
 def test_the_main_job_ends_with_a_model_a_report_and_a_curve(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     job["--steps"] = 8
     assert run(job, "--verify-output") == 0
     out = capsys.readouterr().out
-    assert "step 1/8" in out
+    assert re.match(
+        r"loading libraries, which may take a minute\n(.*\n)+libraries loaded.*\nmodel loaded.*\n(.*\n)*step 1/8", out
+    )
     assert "step 8/8" in out
     assert "GB/s" in out
     assert "bit for bit" in out
@@ -136,10 +191,10 @@ def test_a_run_of_one_step_reports_its_whole_update(job: dict[str, Any], monkeyp
         models.append(model)
         return infinity.statistics(model)
 
-    def make(facts: Any, before: Any, after: Any, *arguments: Any, **options: Any) -> Any:
+    def make(facts: Any, done: int, before: Any, after: Any, **options: Any) -> Any:
         infinity.synchronize(models[-1])
         reported.append((after, infinity.statistics(models[-1])))
-        return make_report(facts, before, after, *arguments, **options)
+        return make_report(facts, done, before, after, **options)
 
     monkeypatch.setattr(training, "statistics", counted)
     monkeypatch.setattr(training, "make_report", make)
@@ -161,7 +216,7 @@ def test_a_run_of_one_step_reports_that_step(steps: int, job: dict[str, Any], tm
     assert report["stall_s"]["step"] > 0
     assert report["compute_s"] + sum(report["stall_s"].values()) == pytest.approx(report["step_s"])
     said = "with its warm-up" in (tmp_path / "out" / "report.txt").read_text()
-    assert said == report["warm_up"] == (steps == 1)
+    assert said == (report["first_measured_step"] == 1) == (steps == 1)
 
 
 def test_compute_beside_adam_is_bound_by_the_longer_one_and_on_the_same_cores_by_both() -> None:

@@ -48,8 +48,9 @@ def files(directory: Path) -> set[str]:
 def test_a_finished_run_removes_its_store_and_says_so(short: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(short, "--verify-output") == 0
     out = capsys.readouterr().out
-    assert "commits: every step (all states are on NVMe)\n" in out
+    assert "commits: every step (all states are on NVMe)\nthe first step begins: " in out
     assert f"the store in {tmp_path / 'swap'} is removed" in out
+    assert f"its file {FINISHED_NAME} tells a later --resume where the output is, and a new run there removes" in out
     assert complete(short["--output"])
     assert files(tmp_path / "swap") == {FINISHED_NAME}
     assert files(tmp_path / "swap2") == set()
@@ -80,7 +81,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(short: Job, tmp_path: Path, ca
         capsys.readouterr()
         assert main(["finetune", *flags]) == 0
         said = f"the run ended after step 2, and nothing is left to do. Its output is in {short['--output']}\n"
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == f"loading libraries, which may take a minute\n{said}"
     more = ["finetune", "--resume", str(tmp_path / "swap"), "--steps", "5", "--output", str(tmp_path / "more")]
     assert main(more) == 2
     error = capsys.readouterr().err

@@ -10,8 +10,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from infinity.cli.main import main
+from tests.checkpoint.fp8 import plain_from, write_fp8
+from tests.checkpoint.packed import FORMS
 from tests.checkpoint.quantized import quantize
 from tests.cli.test_evaluation import evaluations
 from tests.cli.test_finetune import run, tokenizer
@@ -97,6 +100,41 @@ def test_adapters_of_a_quantized_model_are_verified_merged_only(
     assert run(job | FEW, *LORA, "--verify-output", "--merge") == 0
     assert "bit for bit" in capsys.readouterr().out
     assert "quantization_config" not in (tmp_path / "out-a" / "config.json").read_text()
+
+
+def _bases(form: str, model: Any, directory: Path) -> tuple[Path, Path]:
+    """Save a model in a form, and with the decoded weights in bf16."""
+    if form == "fp8":
+        block = (48, 40)  # no side of a weight is a multiple of these
+        base = write_fp8(model, directory / form, "bf16", block)
+        return base, plain_from(base, model, directory / "plain", block)
+    base = FORMS[form].write(directory / form, model)
+    return base, FORMS[form].plain_from(base, directory / "plain", model)
+
+
+@pytest.mark.covering(strength=1, most=2)
+@pytest.mark.parametrize("form", ["fp8", "modelopt", "compressed-tensors", "integers"])
+def test_a_quantized_base_is_trained_on_merged_and_used_as_it_is(
+    form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    base, plain = _bases(form, model, tmp_path)
+    for path in (base, plain):
+        tokenizer().save_pretrained(path)
+    assert run(job | FEW | {"--model": base}, *LORA) == 0
+    assert run(_job(tmp_path, "b") | FEW | {"--model": plain}, *LORA) == 0
+    assert _losses(tmp_path / "out-a") == _losses(tmp_path / "out-b")
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
+    assert str(base) in (tmp_path / "out-a/adapter_config.json").read_text()
+    assert generated(tmp_path / "out-a", job["--config"], capsys) == generated(
+        tmp_path / "out-b", job["--config"], capsys
+    )
+    assert generated(base, job["--config"], capsys) == generated(plain, job["--config"], capsys)
+    assert run(_job(tmp_path, "c") | FEW | {"--model": base}, *LORA, "--merge", "--verify-output") == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert "quantization_config" not in (tmp_path / "out-c/config.json").read_text()
+    merged = load_file(tmp_path / "out-c/model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
 
 
 def test_it_says_nothing_where_all_is_trained(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

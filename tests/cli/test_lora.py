@@ -82,21 +82,35 @@ def test_losses_are_those_of_peft(
     assert not (tmp_path / "out-a" / "model.safetensors").exists()
 
 
-def test_a_mixture_trains_adapters_of_its_experts_too_and_the_plan_counts_them(
-    job: dict[str, Any], tmp_path: Path, capsys: Any
+@pytest.mark.parametrize("experts", [[], ["--lora-experts"]])
+def test_a_mixture_trains_adapters_of_its_experts_if_asked_and_the_plan_counts_them(
+    experts: list[str], job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     qwen3_moe()[0].save_pretrained(tmp_path / "model")
     fp32 = _job(tmp_path, "a", activations="keep") | {"--steps": 3, "--warmup-steps": 0}
-    assert run(fp32, *LORA, "--dtype", "fp32", "--schedule", "constant", "--verify-output") == 0
-    expected = plain_losses(fp32)
+    given = [*LORA, *(experts or ["--verify-output"]), "--dtype", "fp32", "--schedule", "constant"]
+    assert run(fp32, *given) == 0
+    adapted = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    adapted |= {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if experts else {}
+    expected = plain_losses(fp32, **adapted)
     assert [float(loss) for loss in _losses(tmp_path / "out-a")] == pytest.approx(expected, rel=1e-6)
-    assert any("experts" in name for name in load_file(tmp_path / "out-a" / ADAPTERS))
+    assert any("experts" in name for name in load_file(tmp_path / "out-a" / ADAPTERS)) == bool(experts)
+    assert (
+        "adapters: none for the experts, which are 62% of the parameters (--lora-experts)" in capsys.readouterr().out
+    ) == (not experts)
     report = json.loads((tmp_path / "out-a" / "report.json").read_text())
-    capsys.readouterr()
-    assert main(["plan", "--model", str(tmp_path / "model"), "--machine", "consumer", "--json", *LORA]) == 0
+    assert main(["plan", "--model", str(tmp_path / "model"), "--machine", "consumer", "--json", *LORA, *experts]) == 0
     planned = json.loads(capsys.readouterr().out)
     for counted in ("trained_parameters", "parameters"):
         assert planned[counted] == report[counted]
+
+
+def test_adapters_of_experts_are_verified_merged_only(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    qwen3_moe()[0].save_pretrained(tmp_path / "model")
+    assert run(job, *LORA, "--lora-experts", "--verify-output") == 2
+    assert "PEFT rounds adapters of experts in another order" in capsys.readouterr().err
+    assert run(job, *LORA, "--lora-experts", "--verify-output", "--merge") == 0
+    assert "bit for bit" in capsys.readouterr().out
 
 
 def test_experts_have_no_dropout_and_the_error_names_layers_that_have(
@@ -104,10 +118,12 @@ def test_experts_have_no_dropout_and_the_error_names_layers_that_have(
 ) -> None:
     qwen3_moe()[0].save_pretrained(tmp_path / "model")
     dropout = [*LORA, "--lora-dropout", "0.1"]
-    assert run(job, *dropout) == 2
+    assert run(job, *dropout, "--lora-experts") == 2
+    assert "Leave it out, or leave out --lora-experts" in capsys.readouterr().err
+    assert run(job, *dropout, "--lora-targets", "all-linear") == 2
     named = capsys.readouterr().err.partition("Leave it out, or exclude the experts: ")[2].split()
     assert named == ["--lora-targets", "k_proj", "o_proj", "q_proj", "v_proj"]
-    assert run(job | {"--steps": 1, "--warmup-steps": 0}, *dropout, *named) == 0
+    assert run(job | {"--steps": 1, "--warmup-steps": 0}, *dropout) == 0
 
 
 def test_adapters_of_the_head_are_refused_and_those_of_the_others_train(job: dict[str, Any], capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -104,7 +105,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(program: str, tmp_path: P
         env=environment,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "importing\n"
+    assert "importing\n" in itertools.islice(process.stdout, 2)  # infinity finetune prints that it loads libraries
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
@@ -129,8 +130,6 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(program: str, tmp_path: P
         ("finetune --seed 1e3", "'1e3' is not a whole number"),
         ("finetune --seed 1_000", "'1_000' is not a whole number"),
         ("finetune --seed ٣", "'٣' is not a whole number"),
-        ("finetune --threads 100000", "--threads: must be at most 1024"),
-        ("finetune --threads 0", "--threads: must be at least 1"),
         ("finetune --steps 1000000000000", "--steps: must be at most 999999999999"),
         ("finetune --batch-size 99999999999", "--batch-size: must be at most"),
         ("finetune --sequence-length 99999999999", "--sequence-length: must be at most"),

@@ -14,7 +14,7 @@ import yaml
 from transformers import Trainer
 
 from infinity.base import accelerator
-from infinity.cli import generate, samples, trainer
+from infinity.cli import evaluation_callback, generate, trainer
 from infinity.cli.batches import TokenBatch
 from infinity.cli.main import main
 from tests.cli.test_finetune import job, run
@@ -51,7 +51,7 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
         init(batch, *given, **named)
         host.keep(batch.ids, batch.labels, batch.positions)
 
-    def prompt(*given: Any, prompt_ids: Any = samples.prompt_ids, **named: Any) -> torch.Tensor:
+    def prompt(*given: Any, prompt_ids: Any = evaluation_callback.prompt_ids, **named: Any) -> torch.Tensor:
         ids = prompt_ids(*given, **named)
         host.keep(ids)
         return ids
@@ -66,7 +66,7 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
         Trainer, "_prepare_inputs", lambda self, batch: {key: each.clone() for key, each in batch.items()}
     )
     monkeypatch.setattr(TokenBatch, "__init__", noted)
-    for module in (samples, generate):
+    for module in (evaluation_callback, generate):
         monkeypatch.setattr(module, "prompt_ids", prompt)
     monkeypatch.setattr(torch.nn.functional, "embedding", look_up)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.fields import by_name
+from infinity.cli.dataset_rows import by_name
 from infinity.cli.pairs import PairDataset
 from infinity.errors import ConfigError
 from tests.cli.test_examples import CHATML, byte_level

@@ -20,9 +20,9 @@ import yaml
 from safetensors.torch import load_file
 
 import infinity
-from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepCallback
+from infinity.cli.suggested_command import command
 from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
@@ -215,7 +215,11 @@ def test_a_new_run_does_not_replace_generations(job: dict[str, Any], tmp_path: P
     assert run(job | {"--steps": 2}, "--keep-store") == 0
     before = sorted(os.listdir(tmp_path / "swap-a"))
     assert run(job | {"--output": tmp_path / "new"}) == 2
-    assert "infinity checkpoint remove" in capsys.readouterr().err
+    first, *ways = capsys.readouterr().err.splitlines()[-4:]
+    assert first.endswith("contains the generations of an earlier run")
+    assert [way.split(":")[0] for way in ways[:2]] == ["  to resume it", "  to remove it"]
+    assert "infinity checkpoint remove" in ways[1]
+    assert ways[2] == "  or name another directory in nvme.paths"
     assert sorted(os.listdir(tmp_path / "swap-a")) == before
     assert main(["checkpoint", "remove", str(tmp_path / "swap-a")]) == 0
     assert run(job | {"--output": tmp_path / "new", "--steps": 2}) == 0

@@ -43,7 +43,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown key": ({"weigths": "nvme"}, "unknown key 'weigths'; did you mean 'weights'?"),
     "no paths for weights": ({"weights": "nvme"}, "states on nvme need a directory: add nvme: {paths:"),
     "no paths for generations": ({"commit_every": 1}, "commit_every: 1 needs a directory for the generations"),
-    "a feature that is not there": ({"activations": "nvme"}, "activations: nvme is not available yet"),
+    "a feature that is not there": ({"gradients": "device"}, "gradients: device is not available yet"),
 }
 
 
@@ -69,6 +69,16 @@ def test_a_path_that_cannot_be_used_is_one_line_before_the_script_starts(
     assert str(Path(path).parent if kind == "misspelled" else tmp_path / "file") in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "started").exists()
+
+
+def test_each_line_of_infinity_among_the_output_of_a_script_has_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = "a disk", "infinity: a model", "\ninfinity: b"
+    lines = [f"logging.getLogger('infinity.io').warning({text!r})\n" for text in records]
+    script = "".join(["import logging\n", *lines])
+    assert main(["run", *arguments(tmp_path, script)]) == 0
+    assert capsys.readouterr().err.startswith("infinity: a disk\ninfinity: a model\n\ninfinity: b\ninfinity: NOTHING")
 
 
 def run(tmp_path: Path, script: str) -> Result:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers.trainer
 
 from infinity.cli import run_directory
 from infinity.cli.history import EvaluationLoss
@@ -158,3 +159,8 @@ def test_room_is_asked_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest
     for step in (3, 4, 5):
         saved(tmp_path / "out-steps", step, 1)
     run_directory.require_room(given, 12, 5, 1)
+
+
+def test_names_are_those_of_transformers() -> None:
+    assert transformers.trainer.TRAINER_STATE_NAME == run_directory.TRAINER_STATE_NAME
+    assert transformers.trainer_utils.PREFIX_CHECKPOINT_DIR == run_directory.PREFIX_CHECKPOINT_DIR

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from infinity.cli.arguments import build_parser
 from infinity.cli.main import main
 from infinity.cli.options_file import with_file
+from infinity.cli.subcommands import build_parser
 from infinity.cli.trainer_options import typed
 from infinity.errors import ConfigError
 from tests.cli.test_evaluation import _job

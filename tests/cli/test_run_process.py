@@ -123,7 +123,7 @@ def test_what_a_script_logs_goes_where_it_says_and_what_infinity_says_to_stderr(
     line = ["run", str(tmp_path / "swap.yaml"), str(tmp_path / "script.py"), str(tmp_path / "log")]
     ended = processes.run(main, line)
     assert (tmp_path / "log").read_text() == "INFO loss 3.5\n"
-    assert ended.stderr.splitlines()[0] == "a word of infinity"
+    assert ended.stderr.splitlines()[0] == "infinity: a word of infinity"
     assert ended.stdout == ""
 
 
@@ -144,7 +144,7 @@ from transformers.utils import is_peft_available
 assert is_peft_available()
 import peft
 print(peft.PeftModel.save_pretrained.__module__, peft.prepare_model_for_kbit_training.__wrapped__ is not None)
-from infinity.integrations.models import _save_pretrained
+from infinity.integrations.from_pretrained import _save_pretrained
 import inspect
 assert _save_pretrained in [cell.cell_contents for cell in peft.PeftModel.save_pretrained.__closure__]
 """

@@ -30,7 +30,7 @@ from infinity.cli.step_watch import StepCallback
 from infinity.cli.trainers import FinetuneSFTTrainer
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
-from infinity.sharded.stores import counts_in, steps_of
+from infinity.sharded.rank_stores import counts_in, steps_of
 from tests.cli.test_evaluation import evaluations
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.cli.test_step_watch import of_tensorboard, saved

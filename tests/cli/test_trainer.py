@@ -28,7 +28,8 @@ from tests.cli.test_finetune import run
 
 SOURCES = Path(infinity.__file__).parent / "cli"
 OF_TRAINERS = [
-    SOURCES / f"{name}.py" for name in ("samples", "step_watch", "trackers", "trainer", "trainers", "training")
+    SOURCES / f"{name}.py"
+    for name in ("evaluation_callback", "step_watch", "trackers", "trainer", "trainers", "training")
 ]
 TABLE = {where.rpartition(".")[2]: point for point in POINTS if point.who == FINETUNE for where in point.where}
 OWN_ATTRIBUTES = [attribute for attribute, row in ATTRIBUTES.items() if FINETUNE in row.who]

@@ -20,13 +20,14 @@ import signal
 import struct
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,9 +35,14 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.durable.commits import Commits
-from infinity.io import atomic_file, directory, engine, pins, store
+from infinity.io import atomic_file, directory, engine, generation_pins, store
+from infinity.plan import planner
 from infinity.runtime.pins import pin, pinned, unpin
+from infinity.tiers import activations, state_writer
 from tests.conftest import residuals_of, states_of, weights_of
+from tests.mixture import Mixture
+from tests.sim.fixtures import Simulation
+from tests.sim.queues import random_policy
 
 WIDTH = 32
 SAVES = (2, 4)
@@ -61,10 +67,12 @@ class Setup:
         loader: whether batches are read beside two forked workers, which hang when the job is killed.
         pins: number of pins of the store, one for each checkpoint folder; the job saves a folder after each step in
             SAVES.
+        resident: units that keep all their states on a simulated device: none of them, the second, or all.
+        experts: whether a block is a mixture of experts, each of which is a unit.
     """
 
-    weights: Literal["host", "nvme"] = "nvme"
-    optimizer: Literal["host", "nvme"] = "nvme"
+    weights: Literal["host", "nvme", "auto"] = "nvme"
+    optimizer: Literal["host", "nvme", "device"] = "nvme"
     engine: Literal["io_uring", "threads"] = "io_uring"
     commit_every: int = 1
     keep: int = 1
@@ -74,6 +82,9 @@ class Setup:
     pins: int = 0
     overlap: Literal["auto", "during_backward"] = "auto"
     frozen: Literal["auto", "int8", "nf4"] = "auto"
+    activations: Literal["keep", "nvme"] = "keep"
+    resident: Literal["none", "some", "all"] = "none"
+    experts: bool = False
 
     def directories(self, root: Path) -> list[Path]:
         return [root / "disk" / f"swap{index}" for index in range(self.paths)]
@@ -83,8 +94,8 @@ class Setup:
             "weights": self.weights,
             "optimizer": self.optimizer,
             "overlap": self.overlap,
-            "activations": "keep",
-            "memory": {"device": "80KiB", "host": "16MiB"},
+            "activations": self.activations,
+            "memory": {"device": "80KiB" if self.resident == "none" else "1MiB", "host": "16MiB"},
             "nvme": {"paths": [str(path) for path in self.directories(root)], "engine": self.engine, "block": "16KiB"},
             "update": {"tile": "8KiB", "threads": 1},
             "commit_every": self.commit_every,
@@ -97,7 +108,8 @@ class Setup:
         disks = f" on {self.paths} paths" if self.paths > 1 else ""
         return (
             f"weights {self.weights}, optimizer {self.optimizer}, {self.engine}{disks}, commit_every "
-            f"{self.commit_every}, keep {self.keep}, overlap {self.overlap}, frozen {self.frozen}"
+            f"{self.commit_every}, keep {self.keep}, overlap {self.overlap}, frozen {self.frozen}, activations "
+            f"{self.activations}, resident {self.resident}{', experts apart' * self.experts}"
         )
 
 
@@ -135,7 +147,20 @@ class AtTime:
     seconds: float
 
 
-Kill = AtAct | AtOperation | AtTime
+@dataclass(frozen=True)
+class AtPiece:
+    """Kill the job at a piece of a state on its way from the device to the store.
+
+    Attributes:
+        moment: "copied": the copy of the piece to host memory is queued; "written": its write is queued, too.
+        nth: number of the piece in the life, from 0.
+    """
+
+    moment: Literal["copied", "written"]
+    nth: int
+
+
+Kill = AtAct | AtOperation | AtTime | AtPiece
 
 
 class Block(nn.Module):
@@ -155,11 +180,17 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Three blocks, a parameter with a gradient in every other step only, and a buffer that changes."""
+    """Three blocks, a parameter with a gradient in every other step only, and a buffer that changes.
 
-    def __init__(self) -> None:
+    Args:
+        experts: the second block is a mixture of experts, each of which is a unit.
+    """
+
+    def __init__(self, *, experts: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if experts:
+            self.blocks[1] = Mixture(WIDTH, experts=8).bfloat16()
         self.gate = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("seen", torch.zeros(WIDTH))
 
@@ -221,7 +252,7 @@ def kind_of(path: Path) -> str:
     """
     name = path.name.removesuffix(atomic_file.ASIDE)
     kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
-    kinds |= {pins.PINS_NAME: "pins", pins.MARKER_NAME: "marker"}
+    kinds |= {generation_pins.PINS_NAME: "pins", generation_pins.MARKER_NAME: "marker"}
     beginnings = {"generation-": "manifest", "pinned-": "pinned"}
     return kinds.get(name) or next((kind for each, kind in beginnings.items() if name.startswith(each)), "directory")
 
@@ -235,6 +266,8 @@ def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | Non
             stack.enter_context(atomic_file.observed(Watch(root / "log", kill)))
             if journal is not None:
                 Journal(journal).record(stack)
+            if setup.resident != "none":
+                stack.enter_context(_simulated_device(setup, root, kill))
             _run(setup, root, _faults(kill))
     except BaseException:
         (root / "error").write_text(traceback.format_exc())
@@ -266,6 +299,36 @@ class Watch:
         self._seen += 1
         if self._seen > self._kill.nth:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def _simulated_device(setup: Setup, root: Path, kill: Kill | None) -> Iterator[None]:
+    """Let the job compute on a simulated device, and kill the process at the requested piece of a state. At the end,
+    the number of pieces is written to a file.
+    """
+    pieces = {"copied": 0, "written": 0}
+
+    def counted(moment: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            result = method(*given)
+            if result is not False:  # the ring had no room for a piece
+                if isinstance(kill, AtPiece) and (kill.moment, kill.nth) == (moment, pieces[moment]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                pieces[moment] += 1
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        if setup.resident == "some":
+            patch.setattr(planner, "resident_units", lambda *given, **options: frozenset({1}))
+        patch.setattr(state_writer, "_PIECE_BYTES", 4096)
+        for moment, name in (("copied", "_copy"), ("written", "_begin_piece")):
+            patch.setattr(state_writer.StateWriter, name, counted(moment, getattr(state_writer.StateWriter, name)))
+        simulation = Simulation(patch, random_policy(0))
+        yield
+        simulation.finish()
+    (root / "pieces").write_text(str(pieces["written"]))
 
 
 def step_of(manifest: Path) -> int:
@@ -325,12 +388,13 @@ def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault
     there is something to resume.
     """
     (root / "disk").mkdir(exist_ok=True)
-    config = setup.config(root)
+    config, device = setup.config(root), None if setup.resident == "none" else "cpu"
+    activations.PIECE_BYTES_MIN = 256  # this process trains nothing else
     try:
-        return infinity.resume(model, config, faults=faults)
+        return infinity.resume(model, config, device=device, faults=faults)
     except infinity.ResumeError as error:
         append(root / "log", f"nothing {error}")
-    return infinity.offload(model, config, faults=faults)
+    return infinity.offload(model, config, device=device, faults=faults)
 
 
 def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
@@ -339,7 +403,7 @@ def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
     store.STRIPE_BYTES = 4096  # stripes are small, because the states would not fill a stripe of the usual size
     torch.manual_seed(0)
     random.seed(0)
-    model = _open(Tiny(), setup, root, faults)
+    model = _open(Tiny(experts=setup.experts), setup, root, faults)
     optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1 / (1 + step))
     rows = Rows()
@@ -376,7 +440,7 @@ def look(setup: Setup, root: Path, folder: Path) -> None:
     logging.getLogger("infinity").setLevel(logging.ERROR)
     store._probe = lambda *_: 1e9
     store.STRIPE_BYTES = 4096
-    model = infinity.resume(Tiny(), setup.config(root), folder=folder)
+    model = infinity.resume(Tiny(experts=setup.experts), setup.config(root), folder=folder)
     append(root / "log", f"found {step_in(folder)} {digest_of(model)}")
     os._exit(0)
 

@@ -125,6 +125,11 @@ class Reference:
         self._extents = json.loads((root / "result").read_text())["extents"]
         self._setup, self._root = setup, root
 
+    @property
+    def pieces(self) -> int:
+        """Number of pieces of states that went from the device to the store."""
+        return int((self._root / "pieces").read_text())
+
     @cached_property
     def seconds(self) -> float:
         """Seconds that a run takes without a journal."""
@@ -212,9 +217,8 @@ class Campaign:
     def _require_killed(self, kill: Kill | None, life: Life) -> None:
         """Require that the life reached its kill.
 
-        Kills at a time or at a number of writes are not checked. The number of
-        writes of a run depends on timing. A speculative update whose scale was wrong may or may not have been written
-        before it was withdrawn.
+        Kills at a time or at a number of writes are not checked. The number of writes of a run depends on timing: a
+        speculative update whose scale was wrong may or may not have been written before it was withdrawn.
         """
         if life.killed or kill is None or isinstance(kill, AtTime):
             return

@@ -25,7 +25,7 @@ import infinity
 from infinity import _native
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.io import atomic_file
-from infinity.io.pins import is_gone, read_marker, read_pins
+from infinity.io.generation_pins import is_gone, read_marker, read_pins
 from infinity.runtime.pins import pin, pinned, unpin
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.crash.job import append, kind_of

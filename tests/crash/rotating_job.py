@@ -29,7 +29,7 @@ import infinity
 from infinity import _native
 from infinity.config import load_config
 from infinity.integrations.launcher import installed
-from infinity.io.pins import PinMarker, read_marker, read_pins
+from infinity.io.generation_pins import PinMarker, read_marker, read_pins
 from infinity.tiers import resources
 from tests.conftest import weights_of
 from tests.crash.pinned_job import digest_of

@@ -16,21 +16,26 @@ from typing import Any, Literal
 import pytest
 
 from tests import sampling
-from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup
+from tests.crash.job import AtAct, AtOperation, AtPiece, AtTime, Kill, Setup
 from tests.crash.lives import Campaign, Reference, run_life
 
 KILLS = sampling.number(2, 500, "INFINITY_CRASH_KILLS")
 SEED = sampling.seed("INFINITY_CRASH_SEED")
+PIECES = sampling.number(1, 100)
 PART = 50  # kills in a test, so that several processes share them
 
 SETUPS = [
     Setup(),
-    Setup(engine="threads", keep=2),
+    Setup(engine="threads", keep=2, experts=True),
     Setup(weights="host", optimizer="host", commit_every=2, overlap="during_backward"),
-    Setup(weights="host", engine="threads"),
+    Setup(weights="host", engine="threads", activations="nvme"),
     Setup(optimizer="host", keep=2, overlap="during_backward"),
     Setup(engine="threads", commit_every=2, frozen="nf4"),
     Setup(optimizer="host", frozen="int8"),
+]
+RESIDENT = [
+    Setup(weights="host", optimizer="host", engine="threads", keep=2, steps=4, resident="some"),
+    Setup(weights="auto", optimizer="device", steps=4, resident="all"),
 ]
 
 
@@ -198,11 +203,37 @@ def test_killed_at_random_instants(part: int, campaign: Campaign) -> None:
     index = 1000 * part
     while campaign.kills < min(PART, KILLS - PART * part):
         chance = random.Random(f"{SEED}.{index}")
-        setup = chance.choice(SETUPS)
+        setup = chance.choice(SETUPS + RESIDENT)
         duration = campaign.references(setup).seconds
         times = [AtTime(chance.uniform(0, duration)) for _ in range(chance.choice([1, 1, 1, 2, 3, 4]))]
         campaign.run(setup, times, note=f"INFINITY_CRASH_SEED={SEED}, run {index}")
         index += 1
+
+
+@pytest.mark.long(kept="only here a process is killed while states go from the device to the store")
+def test_killed_while_states_go_from_the_device_to_the_store(campaign: Campaign) -> None:
+    """Between the copy of a random piece to host memory, its write and the manifest, in two lives."""
+    for index in range(PIECES):
+        chance = random.Random(f"{SEED} {index}")
+        setup = chance.choice(RESIDENT)
+        first, then = (chance.randrange(campaign.references(setup).pieces // 3) for _ in range(2))
+        points = [AtPiece("copied", first), AtPiece("written", then)]
+        campaign.run(setup, points, note=f"INFINITY_CRASH_SEED={SEED}, run {index}")
+    assert campaign.kills == 2 * PIECES
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setup", RESIDENT, ids=lambda setup: setup.resident)
+def test_killed_at_each_point_with_states_on_the_device(
+    setup: Setup, campaign: Campaign, references: Callable[[Setup], Reference]
+) -> None:
+    reference, first = references(setup), AtAct("end fsync", "manifest", 2)
+    named = [*on_small_files().points, *on_writes_and_syncs(reference).points, *on_steps(reference).points]
+    for point in sampling.some(named):
+        campaign.run(setup, [point])
+    for point in sampling.some(in_a_resume().points):
+        campaign.run(setup, [first, point, point])
+    assert campaign.kills
 
 
 def test_orphaned_loader_workers_do_not_hold_the_store(tmp_path: Path) -> None:

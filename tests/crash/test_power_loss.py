@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io.pins import MARKER_NAME
+from infinity.io.generation_pins import MARKER_NAME
 from tests import sampling
 from tests.crash.job import AtAct, Setup, look, step_in
 from tests.crash.lives import DEADLINE_S, Result, require_only_the_newest, require_same_end, result_of, run_life
@@ -26,6 +26,7 @@ RUNS = {
     "weights in RAM": (Setup(steps=5, weights="host"), None),
     "two paths": (Setup(steps=5, paths=2), None),
     "all in RAM, every other step": (Setup(steps=5, weights="host", optimizer="host", commit_every=2), None),
+    "states on the device": (Setup(steps=4, weights="auto", optimizer="device", resident="all"), None),
     "folders pin generations": (Setup(steps=5, pins=1), None),
     "folders pin generations, killed and resumed": (Setup(steps=5, pins=2), AtAct("end rename", "marker", 1)),
     "killed and resumed": (Setup(steps=5, keep=2), AtAct("end create", "manifest", 2)),

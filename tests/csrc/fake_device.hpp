@@ -1,5 +1,5 @@
-// A device whose queues are lists, for the C++ tests: what is queued on a stream runs when somebody waits for it, or at
-// a random moment.
+// A device whose queues are lists, for the C++ tests. An operation that is queued on a stream runs when somebody waits
+// for it, or at a random moment.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,8 @@
 
 namespace infinity::tests {
 
-// Invariant: one at a time, for a gate's functions are plain functions.
+// Invariant: only one FakeDevice exists at a time, because the functions of a gate are plain functions without an
+// object.
 class FakeDevice {
  public:
   explicit FakeDevice(unsigned seed = 0) : random_(seed) { current() = this; }
@@ -26,12 +27,12 @@ class FakeDevice {
   FakeDevice(const FakeDevice&) = delete;
   FakeDevice& operator=(const FakeDevice&) = delete;
 
-  // The call with this number, counted from 0, is refused with this error and does nothing.
+  // Lets the call with this number, counted from 0, return this error and do nothing.
   void fail(unsigned call, int error) {
     fail_at_ = call;
     error_ = error;
   }
-  // Runs in each call of `synchronize`, before it waits.
+  // This function runs in each call of `synchronize`, before the wait.
   std::function<void(void* event)> synchronizing;
 
   [[nodiscard]] std::shared_ptr<const DeviceGate> gate() const {
@@ -45,7 +46,7 @@ class FakeDevice {
                        [](void* event) { return current()->synchronize(event); }});
   }
 
-  // What the host does on its own streams.
+  // The three functions below queue the host's operations on the host's own streams.
   void launch(void* stream, std::function<void()> work) {
     const std::lock_guard lock(mutex_);
     streams_[stream].push_back({std::move(work), nullptr, 0});
@@ -58,7 +59,7 @@ class FakeDevice {
     const std::lock_guard lock(mutex_);
     queue_wait(stream, event);
   }
-  // Runs all that can run.
+  // Runs all operations that can run.
   void run_all() {
     const std::lock_guard lock(mutex_);
     while (run_some()) {
@@ -75,7 +76,7 @@ class FakeDevice {
  private:
   struct Step {
     std::function<void()> work;
-    void* event;  // to wait for, until it is reached for the `turn`th time
+    void* event;  // the step waits until this event is reached for the `turn`th time
     unsigned turn;
   };
   struct Event {
@@ -117,7 +118,7 @@ class FakeDevice {
     const std::lock_guard lock(mutex_);
     const unsigned turn = events_[event].recorded;
     while (events_[event].reached < turn) {
-      if (!run_some()) return -1;  // it waits for what nobody will do
+      if (!run_some()) return -1;  // no operation is left that would reach the event
     }
     return 0;
   }
@@ -132,7 +133,7 @@ class FakeDevice {
   void run_by_chance() {
     for (unsigned steps = static_cast<unsigned>(random_() % 3); steps > 0; --steps) run_some();
   }
-  // Runs the next step of a random stream that does not wait. False when all wait, or nothing is queued.
+  // Runs the next step of a random stream whose next step does not wait. Returns false if there is no such stream.
   bool run_some() {
     std::vector<std::deque<Step>*> able;
     for (auto& [stream, queue] : streams_) {
@@ -147,7 +148,7 @@ class FakeDevice {
     return true;
   }
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the queues and events below
   std::mt19937 random_;
   std::map<void*, std::deque<Step>> streams_;
   std::map<void*, Event> events_;

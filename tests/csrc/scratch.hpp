@@ -15,7 +15,7 @@
 
 namespace infinity::tests {
 
-// A directory that goes with this object; on /dev/shm when asked for, which is another device.
+// A directory that the destructor of this object removes. The parent "/dev/shm" is on another device than "/tmp".
 class Directory {
  public:
   explicit Directory(const std::string& parent = "") {
@@ -56,7 +56,7 @@ class Pages {
   Arena arena_;
 };
 
-// Why the request failed, or null. A copy: the future may be gone by then.
+// Waits for a request, and returns its failure, or null. The result is a copy, because it may outlive the future.
 inline std::shared_ptr<const Failure> wait(const Future& future) {
   future->wait();
   return future->failure() ? std::make_shared<const Failure>(*future->failure()) : nullptr;

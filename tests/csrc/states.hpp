@@ -20,7 +20,7 @@ struct Rig {
   std::shared_ptr<SwapFile> file;
   std::shared_ptr<IoEngine> engine;
   std::shared_ptr<ThreadPool> pool = std::make_shared<ThreadPool>(2);
-  // Never freed where a device may have been given up.
+  // Never freed, because a device that was given up may still use this memory.
   Pages* staging = new Pages(4 * kTileBytes);
   Pages* grad = new Pages(kNumel * 4, 9);
 
@@ -30,7 +30,7 @@ struct Rig {
     file->keep_checksums(kJobs * kStates);
   }
 
-  // Jobs under way at the same time have states of their own, as units have.
+  // Jobs that run at the same time have separate states, as units have.
   [[nodiscard]] UpdateJob job(bool arithmetic, std::uint64_t which = 0) const {
     UpdateJob result;
     result.format = kFormat;

@@ -86,7 +86,7 @@ TEST_CASE("threads leave a loop for one that is urgent, after the task that they
       2,
       [&](std::size_t) {
         ++begun;
-        while (begun < 2) std::this_thread::yield();  // one thread alone would never come to the second task
+        while (begun < 2) std::this_thread::yield();  // a single thread would never begin the second task
       },
       nullptr, Urgency::urgent);
   CHECK(ordinary < kMany);

@@ -28,16 +28,16 @@ std::vector<float> numbers(unsigned seed, std::size_t numel = kNumel) {
   return values;
 }
 
-// A weight with its stored form.
+// An encoded weight, and the memory of its encoded form.
 struct Stored {
   std::vector<float> memory;  // aligned
   EncodedWeight weight;
   CodecLayout layout;
 
-  Stored(WeightCodec codec, std::size_t numel, std::size_t row_numel = 0)
-      : layout(codec_layout(codec, numel, row_numel)) {
+  Stored(const WeightForm& form, std::size_t numel, std::size_t row_numel = 0)
+      : layout(codec_layout(form, numel, row_numel)) {
     memory.resize(layout.nbytes / sizeof(float));
-    weight = {reinterpret_cast<const std::byte*>(memory.data()), codec, numel, row_numel};
+    weight = {reinterpret_cast<const std::byte*>(memory.data()), form, numel, row_numel};
   }
 
   template <class T>
@@ -85,7 +85,37 @@ std::vector<std::byte> rounded(const std::vector<float>& values, DType dtype) {
   return out;
 }
 
-// One at a time, as the definitions say.
+// The number of an e4m3 code that is not NaN.
+float e4m3(std::uint8_t code) {
+  const int exponent = (code >> 3) & 15;
+  const int mantissa = code & 7;
+  const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+  return code >= 128 ? -magnitude : magnitude;
+}
+
+float fp8_value(Stored& stored, std::size_t i) {
+  const WeightForm& form = stored.weight.form;
+  const std::uint64_t columns = stored.weight.row_numel;
+  const std::uint64_t blocks = (columns + form.block_columns - 1) / form.block_columns;
+  const std::uint64_t block = i / columns / form.block_rows * blocks + i % columns / form.block_columns;
+  return e4m3(stored.at<std::uint8_t>(stored.layout.codes)[i]) * stored.at<float>(stored.layout.scales)[block];
+}
+
+// `element` is in the order of the stored codes.
+float fp4_value(Stored& stored, std::size_t element) {
+  const bool mx = stored.weight.form.codec == WeightCodec::mxfp4;
+  constexpr float kMagnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+  const int code = stored.at<std::uint8_t>(stored.layout.codes)[element / 2] >> (element % 2 * 4) & 15;
+  const float magnitude = kMagnitudes[code % 8];
+  const std::uint8_t scale = stored.at<std::uint8_t>(stored.layout.scales)[element / (mx ? kMxfp4Group : kNvfp4Group)];
+  // volatile, so that the compiler does not reassociate the products
+  volatile const float wide =
+      mx ? std::ldexp(1.0f, scale - 127) : e4m3(scale) * *stored.at<float>(stored.layout.nested_scales);
+  return (code < 8 ? magnitude : -magnitude) * wide;
+}
+
+// Decodes the values one at a time, by the definitions of the codecs.
 std::vector<float> values_of(Stored& stored) {
   std::vector<float> values(stored.weight.numel);
   const auto* const nibbles = stored.at<std::uint8_t>(stored.layout.codes);
@@ -93,15 +123,27 @@ std::vector<float> values_of(Stored& stored) {
   for (std::size_t i = 0; i < values.size(); ++i) {
     const std::size_t block = i / kCodecBlockNumel;
     const float nf4 = kNf4Map.values[i % 2 == 0 ? nibbles[i / 2] >> 4 : nibbles[i / 2] & 15];
-    if (stored.weight.codec == WeightCodec::nf4) {
+    if (stored.weight.form.codec == WeightCodec::nf4) {
       const float scale = kDynamicMap.values[stored.at<std::uint8_t>(stored.layout.scales)[block]];
-      // Not fused with the sum.
+      // volatile, so that the compiler does not fuse this product with the sum.
       volatile const float wide = scale * stored.at<float>(stored.layout.nested_scales)[block / kNestedBlocks];
       values[i] = nf4 * (wide + *stored.at<float>(stored.layout.offset));
-    } else if (stored.weight.codec == WeightCodec::nf4_fp32) {
+    } else if (stored.weight.form.codec == WeightCodec::nf4_fp32) {
       values[i] = nf4 * stored.at<float>(stored.layout.scales)[block];
-    } else if (stored.weight.codec == WeightCodec::int8) {
+    } else if (stored.weight.form.codec == WeightCodec::int8) {
       values[i] = static_cast<float>(bytes[i]) * float_of_bf16(stored.at<std::uint16_t>(stored.layout.scales)[block]);
+    } else if (stored.weight.form.codec == WeightCodec::fp8_block) {
+      values[i] = fp8_value(stored, i);
+    } else if (stored.weight.form.codec == WeightCodec::int4_group) {
+      const std::size_t group = i / stored.weight.form.block_columns;
+      const int code = nibbles[i / 2] >> (i % 2 * 4) & 15;
+      values[i] = static_cast<float>(code - 8) * float_of_bf16(stored.at<std::uint16_t>(stored.layout.scales)[group]);
+    } else if (stored.weight.form.codec >= WeightCodec::mxfp4) {
+      const std::size_t rows = stored.weight.form.matrix_rows;
+      const std::size_t columns = stored.weight.row_numel;
+      const std::size_t matrix = rows > 0 ? i / (rows * columns) : 0;
+      const std::size_t transposed = rows > 0 ? (matrix * columns + i % columns) * rows + i / columns % rows : i;
+      values[i] = fp4_value(stored, transposed);
     } else {
       const float value =
           static_cast<float>(bytes[i]) * stored.at<float>(stored.layout.scales)[i / stored.weight.row_numel];
@@ -126,6 +168,32 @@ TEST_CASE("on every instruction set codes get the values that the definitions sa
     std::memcpy(all.back().memory.data(), numbers(4, 20'000).data(), 77'000);
     const std::vector<float> scales = numbers(5, 1003);
     std::memcpy(all.back().at<void>(all.back().layout.scales), scales.data(), scales.size() * 4);
+    for (const std::size_t columns : {77, 128}) {  // rows that begin anywhere, and aligned rows
+      all.emplace_back(weight_form("fp8_block:100x64:fp32"), 1003 * columns, columns);
+      Stored& stored = all.back();
+      std::mt19937 random(6);
+      auto* const codes = stored.at<std::uint8_t>(stored.layout.codes);
+      for (std::size_t i = 0; i < stored.weight.numel; ++i) {
+        codes[i] = static_cast<std::uint8_t>(random() % 127 + 128 * (random() % 2));
+      }
+      const std::vector<float> block_scales = numbers(7, stored.layout.scales.nbytes / 4);
+      std::memcpy(stored.at<void>(stored.layout.scales), block_scales.data(), stored.layout.scales.nbytes);
+    }
+    const std::pair<const char*, std::size_t> fp4[] = {
+        {"mxfp4", 160}, {"mxfp4:96", 77}, {"nvfp4:factor", 48}, {"int4_group:48:bf16", 96}};
+    for (const auto& [codec, row_numel] : fp4) {
+      all.emplace_back(weight_form(codec), row_numel * 96 * 19, row_numel);
+      Stored& stored = all.back();
+      std::mt19937 random(8);
+      const auto fill = [&](const CodecPart& part, unsigned end) {
+        for (std::size_t i = 0; i < part.nbytes; ++i) {
+          stored.at<std::uint8_t>(part)[i] = static_cast<std::uint8_t>(random() % end);
+        }
+      };
+      fill(stored.layout.codes, 256);
+      fill(stored.layout.scales, 127);  // no NaN
+      if (stored.layout.nested_scales.nbytes > 0) *stored.at<float>(stored.layout.nested_scales) = 0.3f;
+    }
     for (Stored& stored : all) {
       const std::vector<float> values = values_of(stored);
       for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16}) {
@@ -205,7 +273,7 @@ TEST_CASE("a job whose reads are late holds nobody back, and of those that are r
   first->then([&order] { order.push_back(1); });
   CHECK(wait(decoder->decode({part})) == nullptr);
   CHECK_FALSE(first->done());
-  // While the thread is held up in a callback the reads of both end, the later one's first.
+  // While a callback blocks the thread, the reads of both jobs end. The reads of the later job end first.
   const Future soon = std::make_shared<Completion>();
   const Future blocked = std::make_shared<Completion>();
   const Future go_on = std::make_shared<Completion>();
@@ -282,6 +350,10 @@ TEST_CASE("arguments that cannot be are refused") {
   CHECK_THROWS_AS(decoder.decode({DecodePart{{nullptr, WeightCodec::int8, 64, 0}, nullptr, DType::bf16}}),
                   std::invalid_argument);
   CHECK_THROWS_AS(static_cast<void>(codec_layout(WeightCodec::int8_rows, 64, 7)), std::invalid_argument);
+  CHECK_THROWS_AS(static_cast<void>(codec_layout(weight_form("fp8_block:8x8:bf16"), 64, 7)), std::invalid_argument);
+  CHECK_THROWS_AS(static_cast<void>(weight_form("fp8_block:8x8")), std::invalid_argument);
+  CHECK_THROWS_AS(static_cast<void>(weight_form("nvfp4")), std::invalid_argument);
+  CHECK_THROWS_AS(static_cast<void>(codec_layout(weight_form("mxfp4:32"), 96, 2)), std::invalid_argument);
   std::vector<float> values = numbers(11, 1000);
   values[777] = values[900] = INFINITY;
   CHECK_THROWS_WITH(encoded(values, WeightCodec::int8, select_isa(), pool), "element 777 of the values is not finite");

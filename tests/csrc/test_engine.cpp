@@ -1,4 +1,4 @@
-// Many threads against one engine, with faults: meant for the sanitizers, useful without.
+// Many threads use one engine, with faults. The tests are meant for the sanitizers, but also run without them.
 #include <doctest/doctest.h>
 
 #include <cerrno>
@@ -119,7 +119,7 @@ TEST_CASE("a device that loses a block fails all its requests and none hangs") {
       EngineOptions options = options_of(name);
       options.deadline = std::chrono::milliseconds(50);
       options.faults.push_back({static_cast<std::uint64_t>(5 + round), FaultKind::lose, 0, 1});
-      // What the lost device may still use is never freed.
+      // Never freed, because the lost device may still use this memory.
       auto* data = new Pages(kRegion, 3);
       std::atomic<unsigned> timeouts{0};
       {
@@ -149,7 +149,7 @@ TEST_CASE("a trace that is taken while requests end has each of them once") {
     IoEngine engine(options_of(name));
     constexpr unsigned kThreads = 3;
     constexpr unsigned kRounds = 40;
-    constexpr std::size_t kRoom = 4;  // so little that some are dropped
+    constexpr std::size_t kRoom = 4;  // room for so few events that some are dropped
     const auto file = striped(here, there, kThreads * kRegion);
     engine.trace(true, kRoom);
     std::atomic<unsigned> running{kThreads};

@@ -36,7 +36,7 @@ TEST_CASE("what lands has the bits and the sums of the functions that do the sam
   Landings landings(device.gate(), pool, kIsa);
   std::vector<float> first = numbers(1);
   std::vector<float> second = numbers(2);
-  std::vector<float> half = numbers(3);  // as bf16: twice as many
+  std::vector<float> half = numbers(3);  // as bf16, these are twice as many values
   std::vector<float> summed = second;
   std::vector<float> wide(kNumel);
   const std::vector<std::vector<double>> sums = {
@@ -49,7 +49,7 @@ TEST_CASE("what lands has the bits and the sums of the functions that do the sam
                                               {bytes(widened), DType::fp32, kNumel, bytes(half), DType::bf16}});
   CHECK(wait(future) == nullptr);
   REQUIRE(future->sums.size() == 3);
-  for (std::size_t i = 0; i < sums.size(); ++i) {  // random bits as bf16 may be no numbers
+  for (std::size_t i = 0; i < sums.size(); ++i) {  // compares bits, because random bits may be NaN in bf16
     REQUIRE(future->sums[i].size() == sums[i].size());
     CHECK(std::memcmp(future->sums[i].data(), sums[i].data(), sums[i].size() * sizeof(double)) == 0);
   }
@@ -106,7 +106,7 @@ TEST_CASE("landings are in the order of the calls, and closing waits for all of 
 }
 
 TEST_CASE("an error of the runtime at any call fails that landing and every later one") {
-  for (unsigned call = 0; call < 4; ++call) {  // the first chooses the device
+  for (unsigned call = 0; call < 4; ++call) {  // call 0 chooses the device
     FakeDevice device;
     device.fail(call, 700);
     Landings landings(device.gate(), std::make_shared<ThreadPool>(2), kIsa);
@@ -122,7 +122,7 @@ TEST_CASE("an error of the runtime at any call fails that landing and every late
       CHECK(future->sums.size() == (landed ? 1 : 0));
       if (failure != nullptr) CHECK(failure->cause == "the device's runtime returned error 700");
     }
-    CHECK(device.calls() == std::max(call + 1, 1u));  // nothing is asked of it any more
+    CHECK(device.calls() == std::max(call + 1, 1u));  // after the error, no function of the device is called
   }
 }
 

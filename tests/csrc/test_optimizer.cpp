@@ -1,5 +1,5 @@
-// The arithmetic on memory of exactly the right size, so that a sanitizer sees every byte too many; and its bits, which
-// are the same on every processor.
+// The optimizers' arithmetic. The memory has exactly the right size, so that a sanitizer detects every access beyond
+// it. The bits of the results must be the same on every processor.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -21,7 +21,7 @@ const std::vector<std::pair<DType, Master>> kWeights{{DType::fp32, Master::weigh
                                                      {DType::bf16, Master::none},
                                                      {DType::fp16, Master::fp32}};
 
-// Reproducible numbers around ±1, without the library's distributions, which differ between systems.
+// Reproducible numbers between -1 and 1. The distributions of the standard library differ between systems.
 class Numbers {
  public:
   float next() {
@@ -44,7 +44,7 @@ Hyperparameters hyper_of(Rule rule) {
   return hyper;
 }
 
-// States of one format, each in memory of its own and of exactly its size.
+// States of one format. Each state is in a separate allocation of exactly its size.
 struct States {
   StateFormat format;
   std::size_t numel;
@@ -82,7 +82,7 @@ struct States {
     return optimizer_update(format, buffers, 0, 0, numel, segments, isa);
   }
 
-  // FNV-1a over everything that was written.
+  // FNV-1a hash of all states that an update writes.
   [[nodiscard]] std::uint64_t digest(std::uint64_t hash) const {
     for (const auto* memory : {&weight, &residual, &exp_avg, &exp_avg_sq}) {
       for (const std::byte byte : *memory) hash = (hash ^ static_cast<std::uint64_t>(byte)) * 1099511628211u;
@@ -130,7 +130,7 @@ TEST_CASE("every rule and format stays within its memory at every size") {
 }
 
 TEST_CASE("the bits are those of every other processor") {
-  // Whoever changes the arithmetic changes this number, and knows that results change.
+  // A change of the arithmetic changes this number. Change the number only if results are meant to change.
   constexpr std::uint64_t kDigest = 3385934951862632011u;
   for (const Isa isa : supported_isas()) {
     INFO(isa_name(isa));

@@ -55,7 +55,7 @@ TEST_CASE("a device that is given up in the middle of a job fails it and whateve
                               2, Isa::baseline);
       std::vector<Future> futures;
       for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig->job(true, job)));
-      const auto failure = wait(futures[0]);  // the later ones may have overtaken it
+      const auto failure = wait(futures[0]);  // later jobs may have overtaken this job
       REQUIRE(failure != nullptr);
       CHECK_MESSAGE(failure->kind == FailureKind::timeout, failure->message);
       CHECK(wait(pipeline.submit(rig->job(true, 3))) != nullptr);
@@ -132,12 +132,12 @@ TEST_CASE("a device that is given up fails jobs that read ahead, and those that 
       UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile, kTileBytes,
                               2, Isa::baseline);
       const Future ahead = pipeline.read_ahead(rig->job(true));
-      if (index % 2 == 0 && index < 6) static_cast<void>(wait(ahead));  // of its two tiles, three states each
+      if (index % 2 == 0 && index < 6) static_cast<void>(wait(ahead));  // six reads: two tiles with three states each
       std::vector<Future> futures;
       try {
         futures.push_back(pipeline.submit(rig->job(true), false, ahead));
       } catch (const std::invalid_argument&) {
-        CHECK(ahead->done());  // given up before
+        CHECK(ahead->done());  // the device was given up before
         futures.push_back(pipeline.submit(rig->job(true)));
       }
       for (const Future& future : futures) {

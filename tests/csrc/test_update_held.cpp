@@ -23,7 +23,8 @@ Failure broken(const std::string& cause) {
 
 Future pending() { return std::make_shared<Completion>(); }
 
-// Does not look at the exception: ThreadSanitizer does not see how threads share it.
+// Returns whether the call throws std::invalid_argument. The exception itself is not read, because ThreadSanitizer does
+// not know how threads synchronize their uses of an exception.
 template <class Call>
 bool refuses(const Call& call) {
   try {
@@ -42,7 +43,7 @@ struct HeldRig : Rig {
   UpdateFuture hold(std::uint64_t which, const std::vector<Future>& after, const Future& ahead = nullptr) {
     return pipeline.submit(job(true, which), false, ahead, after);
   }
-  // Everything that was posted to the driver before is done.
+  // Waits until the driver has handled everything that was posted to it before.
   void settle() { static_cast<void>(pipeline.counters()); }
 };
 
@@ -54,13 +55,13 @@ TEST_CASE("a job is held until all that it waits for is done") {
   const Future other = pending();
   const auto job = rig.hold(0, {one, other});
   one->complete();
-  CHECK(wait(rig.pipeline.submit(rig.job(true, 1))) == nullptr);  // the others go on meanwhile
+  CHECK(wait(rig.pipeline.submit(rig.job(true, 1))) == nullptr);  // other jobs are not held
   CHECK(rig.pipeline.counters().tiles == kNumel / kTile);
   CHECK_FALSE(job->done());
   other->complete();
   CHECK(wait(job) == nullptr);
   CHECK(rig.pipeline.counters().tiles == 2 * kNumel / kTile);
-  CHECK(wait(rig.hold(0, {one, other})) == nullptr);  // done before
+  CHECK(wait(rig.hold(0, {one, other})) == nullptr);  // both inputs were done before
 }
 
 TEST_CASE("a job that is held fails as the first that fails of what it waits for") {
@@ -100,7 +101,7 @@ TEST_CASE("a job that is held can be withdrawn and canceled, and what was read a
     input->complete();
     rig.settle();
     CHECK(rig.pipeline.counters().tiles == 0);
-    CHECK(wait(rig.pipeline.submit(rig.job(true))) == nullptr);  // with the whole staging
+    CHECK(wait(rig.pipeline.submit(rig.job(true))) == nullptr);  // the job can use all of the staging
     CHECK_FALSE(rig.pipeline.withdraw({{job}}).front());
   }
 }
@@ -145,7 +146,7 @@ TEST_CASE("a speculative job that was held is the next, a decided one the last, 
   std::vector<Future> futures;
   futures.push_back(rig.pipeline.submit(tagged(1), true, nullptr, {input}));
   futures.push_back(rig.pipeline.submit(tagged(2), false, nullptr, {input}));
-  // While the driver completes a job, its queue is filled.
+  // While the driver completes a job, the test fills the driver's queue.
   std::promise<void> arrived;
   std::promise<void> go_on;
   const Future start = pending();
@@ -205,7 +206,7 @@ TEST_CASE("jobs that are held, taken back or closed at random moments are all do
     {
       HeldRig rig;
       std::vector<std::thread> threads;
-      std::mutex mutex;  // guards the two lists
+      std::mutex mutex;  // guards `futures` and `inputs`
       for (unsigned thread = 0; thread < 3; ++thread) {
         threads.emplace_back([&, thread] {
           std::mt19937 random(round * 10 + thread);
@@ -220,7 +221,7 @@ TEST_CASE("jobs that are held, taken back or closed at random moments are all do
               futures.insert(futures.end(), {job, ahead == nullptr ? job : ahead});
               inputs.insert(inputs.end(), {one, other});
             }
-            if (turn == 7) continue;  // left to the end
+            if (turn == 7) continue;  // the job of the last turn is left until the pipeline is closed
             const unsigned fate = random() % 4;
             const bool fails = random() % 4 == 0;
             std::thread arriving([&] {

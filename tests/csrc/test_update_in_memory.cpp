@@ -1,4 +1,4 @@
-// Jobs that read and write no file: they are computed while the others wait for theirs.
+// Jobs that read and write no file. They are computed while other jobs wait for their files.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -18,11 +18,11 @@ namespace {
 
 constexpr std::uint64_t kBytes = kNumel * 4;
 
-// A thread that is occupied until `go_on`, by the callback of a future that it completes: the disk's, which completes
-// no transfer meanwhile, or the driver's, whose queues are filled.
+// Blocks a thread until `go_on`, in the callback of a future that the thread completes. If the thread is the disk's, no
+// transfer is completed meanwhile. If the thread is the driver's, its queues can be filled meanwhile.
 class Blocked {
  public:
-  // Args: submit: gives such a future. Again where it was done before the callback was there.
+  // Args: submit: returns such a future. It is called again if the future was done before the callback was added.
   template <class Submit>
   explicit Blocked(const Submit& submit) {
     for (bool too_late = true; too_late;) {
@@ -52,7 +52,7 @@ StateStream in_memory(std::byte* memory) {
   return stream;
 }
 
-// The states of one job, and what they are after its first step.
+// The states of one job, and the values that are expected after its first step.
 struct States {
   Pages memory{kStates, 3};
   Pages expected{kStates, 3};
@@ -93,11 +93,11 @@ struct MemoryRig : Rig {
     result.tag = tag;
     return result;
   }
-  // A read of something else.
+  // A read that has nothing to do with the jobs.
   [[nodiscard]] Future read() const {
     return engine->submit({OpKind::read, IoClass::states, file, 0, page.data(), page.nbytes()});
   }
-  // The tags of the jobs, as their tiles were computed.
+  // The tags of the jobs, in the order in which their tiles were computed.
   std::vector<std::uint64_t> order() {
     std::vector<std::uint64_t> tags;
     for (const TileEvent& event : pipeline.take_trace().events) {
@@ -181,7 +181,8 @@ TEST_CASE("jobs are taken back together, or none of them where one was begun") {
     const Future done = std::make_shared<Completion>();
     auto asked =
         std::async(std::launch::async, [&] { return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}}); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(1 << attempt));  // nothing tells when it has asked
+    // A sleep, because no call says whether the other thread has called `withdraw`.
+    std::this_thread::sleep_for(std::chrono::milliseconds(1 << attempt));
     driver.go_on();
     const std::vector<bool> taken_back = asked.get();
     input->complete();
@@ -196,7 +197,7 @@ TEST_CASE("jobs are taken back together, or none of them where one was begun") {
 TEST_CASE("a job in memory takes no staging, and its tiles with nothing to do are passed over") {
   MemoryRig rig;
   Blocked disk([&] { return rig.read(); });
-  const auto first = rig.pipeline.submit(rig.in_file(1));  // its reads have all the staging
+  const auto first = rig.pipeline.submit(rig.in_file(1));  // its reads use all of the staging
   UpdateJob job = rig.states.job(rig);
   job.segments[0].begin = 3 * kTile;
   job.segments[0].end = 5 * kTile;
@@ -219,7 +220,7 @@ TEST_CASE("jobs in memory and in the file, kept, withdrawn and canceled from man
       std::mt19937 random(thread);
       const States own;
       const States other;
-      // As a rule a job that comes after another one can still be withdrawn.
+      // A job behind another job can usually be withdrawn. Thread 0 repeats until one job was withdrawn.
       for (unsigned round = 0; round < 30 || (thread == 0 && withdrawn == 0 && round < 2000); ++round) {
         if (thread == 3) {
           if (wait(rig.pipeline.submit(rig.in_file(0), random() % 2 == 0)) != nullptr) ++wrong;

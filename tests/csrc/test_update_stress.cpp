@@ -20,8 +20,8 @@ constexpr std::uint64_t kState = (kNumel * 4 + kPageBytes - 1) / kPageBytes * kP
 const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
 const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile, true);
 
-// One unit of one thread: three states, each with two copies in the file. The first of them may be in memory as well,
-// with a second memory for new values. What the states should be is kept beside it, updated in one piece.
+// One unit of one thread. It has three states, each with two copies in the file. The first states may also be in
+// memory, with a second memory for new values. The unit also has the expected values, which are updated in one piece.
 class Unit {
  public:
   Unit(const std::shared_ptr<IoEngine>& engine, const std::shared_ptr<SwapFile>& file, unsigned index)
@@ -39,7 +39,8 @@ class Unit {
     for (std::uint64_t element = 0; element < kNumel; ++element) grad[element] = 1e-3f * float(element % 97) - 0.05f;
   }
 
-  // The job of the next step. Speculative: it reads the current copies and writes the others; else it writes over them.
+  // The job of the next step. A speculative job reads the current copies and writes the other copies. Any other job
+  // overwrites the current copies.
   [[nodiscard]] UpdateJob job(bool speculative, unsigned in_memory) const {
     UpdateJob result;
     result.format = kFormat;
@@ -58,7 +59,7 @@ class Unit {
     return result;
   }
 
-  // The states as a job in the other memory leaves them are those in the file.
+  // Copies the expected values of these states into the current memory.
   void bring(unsigned in_memory) {
     for (unsigned state = 0; state < in_memory; ++state) {
       std::memcpy(memory(current_memory_, state), data(state), kState);
@@ -71,7 +72,7 @@ class Unit {
     return true;
   }
 
-  // The step was applied. False when the states in memory are not what they should be.
+  // Records that the step was applied. Returns false if the states in memory do not have the expected values.
   [[nodiscard]] bool done(bool speculative, unsigned in_memory, ThreadPool& pool) {
     StateBuffers buffers;
     buffers.weight = data(0);
@@ -86,7 +87,7 @@ class Unit {
     return right_in_memory(in_memory);
   }
 
-  // A read of the new weights, chained to their being written as a fetch is.
+  // A read of the new weights, which begins when the weights are written, as a fetch does.
   [[nodiscard]] Future read_after(const Future& weights, bool speculative) {
     return IoEngine::submit_after(
         engine_, weights,
@@ -94,7 +95,7 @@ class Unit {
   }
   [[nodiscard]] bool read_new() const { return std::memcmp(back_.data(), data(0), kNumel * 4) == 0; }
 
-  // Whether the current copies hold what they should, whatever was begun and dropped.
+  // Returns whether the current copies have the expected values. Updates that were undone must not have changed them.
   [[nodiscard]] bool right() {
     for (unsigned state = 0; state < 3; ++state) {
       if (wait(engine_->submit({OpKind::read, IoClass::states, file_, at(state), back_.data(), kState})) != nullptr)
@@ -138,14 +139,14 @@ struct Counts {
   std::atomic<unsigned> speculative{0}, undone{0}, withdrawn{0}, done{0}, wrong{0};
 };
 
-// Rounds of one unit: a speculative update that is kept, withdrawn or canceled at a random moment, then the update that
-// was decided where it was not kept, and a fetch that is chained to its weights. Memory is looked at once the update is
-// computed.
+// Runs the rounds of one unit. In a round, a speculative update is kept, withdrawn or canceled at a random moment. If
+// it was not kept, a decided update follows. A fetch begins when the weights of the update are written. The states in
+// memory are compared as soon as the update is computed.
 void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, Counts& counts) {
   std::mt19937 random(seed);
   ThreadPool pool(1);
   for (unsigned round = 0; round < rounds; ++round) {
-    const unsigned in_memory = std::array{0U, 1U, 3U}[random() % 3];  // nothing, weights, all
+    const unsigned in_memory = std::array{0U, 1U, 3U}[random() % 3];  // states in memory: none, weights, or all
     unit.bring(in_memory);
     bool speculative = random() % 4 != 0;
     UpdateFuture job;
@@ -157,7 +158,7 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
       const bool taken_back = fate == 1 && pipeline.withdraw({{job}}).front();
       if (taken_back) ++counts.withdrawn;
       if (fate == 0 || taken_back) {
-        const auto failure = wait(job);  // it may have been done before
+        const auto failure = wait(job);  // the job may have been done before it was canceled
         if (failure != nullptr && failure->kind != FailureKind::canceled) ++counts.wrong;
         if (!unit.right() || !unit.right_in_memory(in_memory)) ++counts.wrong;
         ++counts.undone;

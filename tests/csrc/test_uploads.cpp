@@ -32,8 +32,8 @@ struct UploadRig {
   std::shared_ptr<SwapFile> file;
   std::shared_ptr<IoEngine> engine;
   Pages data{kFile, 3};
-  Pages memory{kFile};  // of the device
-  // Never freed where a device may have been given up.
+  Pages memory{kFile};  // the device's memory
+  // Never freed, because a device that was given up may still use this memory.
   Pages* bounce;
 
   FakeDevice device;
@@ -57,7 +57,7 @@ struct UploadRig {
     uploads = std::make_unique<Uploads>(engine, device.gate(), bounce->data(), bounce->nbytes(), kPiece, events);
   }
 
-  // Bytes [begin, begin + nbytes) of the file to the same place of the device's memory.
+  // The upload of bytes [begin, begin + nbytes) of the file to the same offset of the device's memory.
   [[nodiscard]] UploadPart part(std::size_t begin, std::size_t nbytes, Future after = nullptr) const {
     return {file, begin, nbytes, memory.data() + begin, true, std::move(after)};
   }
@@ -79,7 +79,7 @@ struct UploadRig {
 TEST_CASE("weights arrive whole, in however many pieces, once the device has reached the event") {
   for (const unsigned pieces : {1, 2, 5, 40}) {
     UploadRig rig({}, pieces, pieces);
-    const std::size_t odd = 7 * kPiece + 3000;  // the last page is not whole
+    const std::size_t odd = 7 * kPiece + 3000;  // the last page is incomplete
     UploadJob job{
         {rig.part(0, odd), rig.part(8 * kPiece, 100), rig.part(9 * kPiece, 20 * kPiece)}, kStream, {}, kReady};
     CHECK(wait(rig.uploads->upload(job)) == nullptr);
@@ -98,7 +98,7 @@ TEST_CASE("weights arrive whole, in however many pieces, once the device has rea
 TEST_CASE("the first copy waits for the events of the job, and nothing before it does") {
   for (unsigned seed = 0; seed < 10; ++seed) {
     UploadRig rig({}, 4, seed);
-    // The slot is in use: compute still reads what is there.
+    // The slot is in use: a computation still reads its old contents.
     std::byte seen{1};
     rig.device.launch(kOther, [&] { seen = rig.memory.data()[0]; });
     rig.device.record_on_host(handle(300), kOther);
@@ -136,7 +136,7 @@ TEST_CASE("a part waits for its `after`, and fails as this does") {
   }
   CHECK(rig.uploads->counters().pieces == 1);
   CHECK_FALSE(held->done());
-  CHECK_FALSE(next->done());  // jobs are in order
+  CHECK_FALSE(next->done());  // jobs end in their order
   after->complete();
   CHECK(wait(held) == nullptr);
   CHECK(wait(next) == nullptr);
@@ -148,7 +148,8 @@ TEST_CASE("a part waits for its `after`, and fails as this does") {
 }
 
 TEST_CASE("an error of the runtime at any call fails a job, whose copies are over when its future is done") {
-  // enter; wait, copy, record for the first piece; copy, record for the others and synchronize where a piece is needed.
+  // The calls are: enter; wait, copy and record for the first piece; copy and record for each other piece; synchronize
+  // before a piece of the bounce buffer is used again.
   unsigned done = 0;
   unsigned failed = 0;
   unsigned went_on = 0;
@@ -194,7 +195,7 @@ TEST_CASE("nothing of a failed job is in flight when its future fails") {
     const auto failure = wait(rig.uploads->upload(rig.job(0, 8 * kPiece)));
     REQUIRE(failure != nullptr);
     CHECK(failure->error_number == EIO);
-    // The device's memory is free again: what is written there now stays.
+    // The device's memory is free again: no copy may overwrite values that are written now.
     std::memset(rig.memory.data(), 7, 8 * kPiece);
     rig.device.run_all();
     CHECK(std::all_of(rig.memory.data(), rig.memory.data() + 8 * kPiece,
@@ -238,7 +239,7 @@ TEST_CASE("a job that is canceled fails once nothing of it is in flight, and the
   const Future begun = rig.uploads->upload(rig.job(0, 10 * kPiece));
   const Future queued = rig.uploads->upload(rig.job(20 * kPiece, 4 * kPiece));
   const Future last = rig.uploads->upload(rig.job(30 * kPiece, 4 * kPiece));
-  reached.get_future().wait();  // there is no piece for the first job
+  reached.get_future().wait();  // no piece of the bounce buffer is free for the first job
   rig.uploads->cancel(begun);
   rig.uploads->cancel(queued);
   CHECK_FALSE(begun->done());
@@ -249,7 +250,7 @@ TEST_CASE("a job that is canceled fails once nothing of it is in flight, and the
     CHECK(failure->error_number == ECANCELED);
   }
   CHECK(wait(last) == nullptr);
-  rig.uploads->cancel(last);  // too late
+  rig.uploads->cancel(last);  // the job is done already, so this has no effect
   rig.uploads.reset();
   CHECK_FALSE(last->failure());
   CHECK(rig.untouched(4 * kPiece, 26 * kPiece));

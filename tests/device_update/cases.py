@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from infinity import _native
+from infinity.device_update.compared_updates import raw
 from infinity.device_update.states import DeviceStates
-from infinity.device_update.trials import raw
 
 CPU = torch.device("cpu")
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -10,12 +11,16 @@ import torch
 
 from infinity import _native
 from infinity.device_update import sum_squares
-from infinity.device_update.sum_squares import sums_of_squares
-from infinity.device_update.trials import raw
+from infinity.device_update.compared_updates import raw
 from tests.device_update import cases
 from tests.sampling import SEED, number
 
 POOL = _native.ThreadPool(1)
+MEMORY_BYTES = 16 << 20
+
+
+def sums_of_squares(gradients: list[torch.Tensor], firsts: list[int], memory_bytes: int = MEMORY_BYTES) -> torch.Tensor:
+    return sum_squares.sums_of_squares(gradients, firsts, torch.empty(memory_bytes, dtype=torch.uint8))
 
 
 def native(gradients: list[torch.Tensor], firsts: list[int]) -> list[float]:
@@ -42,9 +47,11 @@ def test_random_shapes_and_dtypes_give_the_native_kernels_bits() -> None:
             begin, numel = chance.randrange(4000), chance.choice([0, 1, 31, 32, 33, chance.randrange(8000)])
             gradients.append(storage[begin : begin + numel])
             firsts.append(chance.choice([0, 256, 65_000, 65_535, chance.randrange(1 << 20)]))
-        assert sums_of_squares(gradients, firsts).tolist() == native(gradients, firsts), call
+        memory_bytes = chance.choice([1 << 10, 5000, MEMORY_BYTES])
+        assert sums_of_squares(gradients, firsts, memory_bytes).tolist() == native(gradients, firsts), call
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", cases.GRADS)
 def test_whole_partials_give_the_native_kernels_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = gradient(0, 300_007, dtype)
@@ -52,7 +59,30 @@ def test_whole_partials_give_the_native_kernels_bits(dtype: torch.dtype, monkeyp
     expected = native(gradients, firsts)
     for block in (1, 5000, 1 << 22):
         monkeypatch.setattr(sum_squares, "CHUNK_NUMEL", block)
-        assert sums_of_squares(gradients, firsts).tolist() == expected
+        for memory_bytes in (1 << 10, 3 << 10, MEMORY_BYTES):
+            assert sums_of_squares(gradients, firsts, memory_bytes).tolist() == expected
+
+
+def calls_for(numel: int) -> int:
+    """Return the number of calls, of Python and C functions, for a gradient of `numel` elements."""
+    values, calls = torch.ones(numel), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        sums_of_squares([values], [0])
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_python_code_does_not_take_longer_for_more_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model has more than 100,000 partials, and the device waits for the Python code in every step."""
+    monkeypatch.setattr(sum_squares, "PARTIAL_NUMEL", 32)
+    assert calls_for(32 * 10_000) == calls_for(32 * 10)
 
 
 def test_gradients_in_a_slab_of_bytes_give_the_same_bits() -> None:

@@ -16,7 +16,7 @@ _NAMES = re.compile(
 _SUBJECT = re.compile(rf"^--[a-z-]+( {HOLE})?")
 _SENTENCE_CHARS_MIN = 30
 _HELP = (
-    "cli/arguments.py",
+    "cli/subcommands.py",
     "cli/finetune_options.py",
     "cli/bench/main.py",
     "cli/bench/options.py",
@@ -55,11 +55,18 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
             yield found
 
 
-_COLUMNS = "cli/test_layouts.py::test_a_public_layout_that_is_refused_is_read_with_its_columns_named"
+_COLUMNS = "cli/test_dataset_layouts.py::test_a_public_layout_that_is_refused_is_read_with_its_columns_named"
 FOLLOWED: dict[str, dict[str, str]] = {
+    "config.py": {
+        "is a config of DeepSpeed, not a swap config.": "test_config.py::test_a_config_of_deepspeed_is_converted",
+    },
     "access/exact.py": {
         "`infinity checkpoint export` writes the whole state": "runtime/test_ranks_together.py::"
         "test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says",
+    },
+    "checkpoint/merged_adapters.py": {
+        "call model.unmerge_adapter() first": "checkpoint/test_merged_adapters.py::"
+        "test_adapters_that_are_merged_already_are_not_merged_again",
     },
     "access/gathering.py": {
         "Gather one module at a ": "runtime/test_gathered.py::test_copies_that_do_not_fit_are_refused_with_the_number",
@@ -112,11 +119,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "set --size to at most": "cli/bench/test_survey.py::test_some_space_stays_free",
     },
     "cli/checkpoint.py": {
-        "files into its directory, or give --model with the director": "cli/test_limits.py::"
+        "files into its directory, or give --model with the director": "cli/test_model_limits.py::"
         "test_an_export_whose_tokenizer_is_gone_says_so",
     },
-    "cli/command.py": {
-        "torchrun --nproc-per-node <> -m infinity": "cli/test_command.py::"
+    "cli/suggested_command.py": {
+        "torchrun --nproc-per-node <> -m infinity": "cli/test_suggested_command.py::"
         "test_a_rank_names_the_launcher_for_what_ranks_do_together",
     },
     "cli/convert.py": {
@@ -155,8 +162,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_run_trains_in_the_default_and_one_line_says_so",
         "so 16 bits are slower (--dtype bf16 takes half t": "cli/test_default_dtype.py::"
         "test_a_run_trains_in_the_default_and_one_line_says_so",
-        "dtype <>: <>; --dtype <> is faster": "cli/test_default_dtype.py::"
-        "test_a_run_trains_in_the_default_and_one_line_says_so",
     },
     "cli/doctor/with_torch.py": {
         "<>; <>, so --dtype is fp32 by defaul": "cli/doctor/test_with_torch.py::"
@@ -164,8 +169,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "<>; <>, so --dtype is <> by default": "cli/doctor/test_with_torch.py::"
         "test_the_processor_and_the_default_dtype_by_its_flags_are_named",
     },
-    "cli/fields.py": {
-        "has no <>, which --columns names": "cli/test_layouts.py::test_a_column_that_a_row_has_not_is_named",
+    "cli/dataset_rows.py": {
+        "has no <>, which --columns names": "cli/test_dataset_layouts.py::test_a_column_that_a_row_has_not_is_named",
         "If its columns have other names, give --columns": _COLUMNS,
         "name the columns to read, such as --columns": _COLUMNS,
         "name the columns to read: --columns": _COLUMNS,
@@ -206,23 +211,23 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "that `infinity finetune` did not make; resume the run with ": "cli/test_resume.py::"
         "test_a_run_of_another_program_is_resumed_by_that",
     },
-    "cli/limits.py": {
-        "give a smaller --sequence-length. A model with rot": "cli/test_limits.py::"
+    "cli/model_limits.py": {
+        "give a smaller --sequence-length. A model with rot": "cli/test_model_limits.py::"
         "test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so",
     },
     "cli/main.py": {
-        "infinity finetune trains with TRL, and <> cannot be": "cli/test_limits.py::"
+        "infinity finetune trains with TRL, and <> cannot be": "cli/test_model_limits.py::"
         "test_a_library_that_is_missing_is_named_with_the_command_that_installs_it",
-        "infinity finetune needs <><>, but <> is": "cli/test_limits.py::test_a_library_that_is_too_old_is_named",
-        "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
+        "infinity finetune needs <><>, but <> is": "cli/test_model_limits.py::test_a_library_that_is_too_old_is_named",
+        "--batch-size times --sequence-length is <> tokens in o": "cli/test_model_limits.py::"
         "test_a_pass_of_too_many_tokens_is_done_in_several",
-        "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
+        "<>. Use a smaller --batch-size or --sequence-len": "cli/test_model_limits.py::"
         "test_without_memory_for_a_pass_a_smaller_one_runs",
         "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
     "cli/chat_messages.py": {
-        "or give --loss-on all to learn whole conversations": "cli/test_fields.py::"
+        "or give --loss-on all to learn whole conversations": "cli/test_dataset_rows.py::"
         "test_what_a_user_says_is_learned_as_the_message_says",
     },
     "cli/finetuned_model.py": {
@@ -232,8 +237,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_freeze_beside_lora_is_refused_and_either_alone_trains",
         "adapters of <>: give --model <>, or merge both": "cli/test_lora.py::"
         "test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are",
-        "Leave it out, or exclude the experts: --lora-targets": "cli/test_lora.py::"
+        "exclude the experts: --lora-targets": "cli/test_lora.py::"
         "test_experts_have_no_dropout_and_the_error_names_layers_that_have",
+        "which are <> of the parameters (--lora-experts)": "cli/test_lora.py::"
+        "test_a_mixture_trains_adapters_of_its_experts_if_asked_and_the_plan_counts_them",
         "With --trust-remote-code these files are run.": "cli/test_remote_code.py::"
         "test_each_process_is_told_anew_to_trust_code",
     },
@@ -251,11 +258,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "<>: <> is not an option of infinity finetune<>": "cli/test_run_file.py::"
         "test_an_option_that_a_message_proposes_is_one",
     },
-    "cli/pins.py": {
+    "cli/generation_pins.py": {
         "say which pins to remove: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
         "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
-    "cli/planning/local_rates.py": {
+    "plan/local_rates.py": {
         "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
         "test_an_assumed_disk_is_measured_as_the_plan_says",
     },
@@ -271,13 +278,13 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "the first document of --data, with the learned": "cli/test_examples.py::"
         "test_verbose_shows_the_first_document_of_the_data",
     },
-    "cli/records.py": {
+    "cli/training_examples.py": {
         "such as --columns chosen=better rej": "cli/test_pairs.py::test_the_way_on_that_a_refusal_names_is_one",
         "Name the columns to read: --columns chosen=<>": "cli/test_pairs.py::"
         "test_the_way_on_that_a_refusal_names_is_one",
         "end both answers with the first message": "cli/test_pairs.py::test_the_way_on_that_a_refusal_names_is_one",
         "To learn only the chosen answers: --columns": _COLUMNS,
-        "with --loss-on all, all tokens are": "cli/test_fields.py::"
+        "with --loss-on all, all tokens are": "cli/test_dataset_rows.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
         "or give --loss-on all to learn whole conversations, incl": "cli/test_examples.py::"
         "test_each_way_on_of_a_template_without_marks_is_one",
@@ -312,9 +319,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
     },
     "cli/trainer.py": {
-        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
+        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_model_limits.py::"
         "test_without_memory_for_a_pass_a_smaller_one_runs",
-        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
+        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_model_limits.py::"
         "test_positions_that_the_config_does_not_tell_are_named_too",
     },
     "cli/trainer_options.py": {
@@ -349,8 +356,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
         "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
     },
-    "sharded/stores.py": {
-        "the old one with `infinity checkpoint remove <>`.": "sharded/test_stores.py::"
+    "sharded/rank_stores.py": {
+        "the old one with `infinity checkpoint remove <>`.": "sharded/test_rank_stores.py::"
         "test_what_is_in_the_way_goes_with_the_command_that_is_named",
         "<>. Unpin them with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
         "test_the_commands_know_what_ranks_pin",
@@ -386,14 +393,14 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "without labels, or call infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
         "test_a_model_that_uses_its_logits_otherwise_keeps_its_loss",
     },
-    "integrations/deepspeed.py": {
-        "--fsdp and --fsdp_config, or": "integrations/test_deepspeed.py::"
+    "integrations/deepspeed_errors.py": {
+        "--fsdp and --fsdp_config, or": "integrations/test_deepspeed_errors.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
-        "-o swap.yaml` converts": "integrations/test_deepspeed.py::"
+        "-o swap.yaml` converts": "integrations/test_deepspeed_errors.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
     },
     "integrations/checkpoint_folders.py": {
-        "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
+        "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_generation_pins.py::"
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
     },
     "integrations/infinity_config.py": {
@@ -410,7 +417,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "infinity run needs transformer": "integrations/test_launcher.py::"
         "test_what_pip_is_told_to_install_is_a_version_that_works",
     },
-    "integrations/leftover_hint.py": {
+    "integrations/resume_hint.py": {
         "`infinity checkpoint export ": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
         "`infinity checkpoint remove ": "integrations/test_stopped.py::"
@@ -431,11 +438,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_config_of_infinity_is_left_out_under_infinity_run",
     },
     "integrations/script_run.py": {
-        "need it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
+        "need it: <>. `infinity checkpoint remove --pinned <": "cli/test_generation_pins.py::"
         "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
     },
     "integrations/script_messages.py": {
-        "For another loop, call infinity.offload(model, config)": "integrations/test_own_modules.py::"
+        "For another loop, call infinity.offload(model, config)": "integrations/test_module_of_optimizer.py::"
         "test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was",
     },
     "integrations/strategy.py": {
@@ -447,6 +454,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says",
         "torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
         "test_clipping_by_value_works_as_its_refusal_says",
+        "`trainer.fit(..., ckpt_path=<>)`": "integrations/test_lightning.py::test_the_launchers_resume_names_ckpt_path",
         "infinity.state_dict(model) reads them one by one, after any": "integrations/test_lightning.py::"
         "test_a_callback_of_ones_own_averages_weights",
         "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
@@ -471,9 +479,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
     },
     "io/generations.py": {
-        "a folder and resume: `infinity checkpoint unpin <> --folder": "cli/test_pins.py::"
+        "a folder and resume: `infinity checkpoint unpin <> --folder": "cli/test_generation_pins.py::"
         "test_unpin_lets_one_folder_go_whether_it_is_there_or_not",
-        "in <>: <>. `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
+        "in <>: <>. `infinity checkpoint unpin <> --all-go": "cli/test_generation_pins.py::"
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
         "Set pins: ": "runtime/test_pins.py::"
         "test_a_config_with_fewer_pins_than_there_are_is_refused_though_the_file_has_room",
@@ -483,7 +491,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Name the present directories of all": "io/test_headers.py::"
         "test_a_copied_part_is_not_joined_with_the_originals_other_parts",
     },
-    "io/pins.py": {
+    "io/generation_pins.py": {
         "checkpoint list` names those": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
     "io/store.py": {
@@ -558,12 +566,12 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "runtime/tiles.py": {
         "(after infinity.load_pretrained(path, config, defe": "checkpoint/test_tiles.py::"
         "test_weights_of_a_tiled_model_are_read_again_when_it_is_offloaded_anew",
-        "Take model.parameters() again, after the optimizer is made.": "integrations/test_own_modules.py::"
+        "Take model.parameters() again, after the optimizer is made.": "integrations/test_module_of_optimizer.py::"
         "test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_asked_for_gradients",
         "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
         "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
-    "runtime/track_and_commit.py": {
+    "runtime/commit_api.py": {
         "name one: infinity.track(..., model=model)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
         "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.arguments import build_parser
 from infinity.cli.bench import main as bench
+from infinity.cli.subcommands import build_parser
 from infinity.errors import ConfigError
 from tests import sampling
 from tests.docs.pages import ROOT, Block, blocks, pages, text_without_blocks

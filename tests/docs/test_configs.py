@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity.config import SwapConfig, load_config
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 from tests.docs.pages import ROOT, Block, blocks, pages, text_without_blocks
 
 

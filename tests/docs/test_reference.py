@@ -32,9 +32,9 @@ def test_every_key_is_in_the_table_and_says_something(reference: ModuleType) -> 
 
 def test_values_that_are_not_built_yet_are_said_to_be_refused(reference: ModuleType) -> None:
     table, _, refused = reference.config_page().partition("\nKnown to the schema")
-    assert "`optimizer: device`" in refused
+    assert "`gradients: device`" in refused
     assert "`device`" in next(line for line in table.splitlines() if line.startswith("| `weights`"))
-    assert "`device`" not in next(line for line in table.splitlines() if line.startswith("| `optimizer`"))
+    assert "`device`" not in next(line for line in table.splitlines() if line.startswith("| `gradients`"))
 
 
 def test_every_option_of_every_command_is_in_the_page(reference: ModuleType) -> None:

@@ -39,6 +39,12 @@ def test_every_section_has_a_message() -> None:
     assert [each.splitlines()[0] for each in sections if "```text" not in each] == []
 
 
+def test_no_message_names_a_file_of_the_documentation(sources: dict[Path, set[str]]) -> None:
+    """A wheel does not have these files; messages name the page instead."""
+    found = [chunk for chunks in sources.values() for chunk in chunks if re.search(r"\bdocs/", chunk)]
+    assert found == []
+
+
 SOURCE = '''
 """Docstrings are not printed: unit is lost."""
 def fail(unit, step, paths):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.durable.commits import Commit, Commits, facts_of
-from infinity.durable.generation_maker import LocalGenerationMaker
-from infinity.durable.records import ModelRecord
+from infinity.durable.generation_body import ModelRecord
+from infinity.durable.generation_maker import SingleProcessGenerationMaker
 from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.commit_frequency import CommitFrequency
 from infinity.plan.plan_input import NO_PEERS, PeerFacts
-from infinity.sharded.shared_generation_maker import SharedGenerationMaker
+from infinity.sharded.multi_rank_generation_maker import MultiRankGenerationMaker
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import RankPartition
 from infinity.tiers.home import StateHome, WeightsHome
@@ -66,7 +66,7 @@ class Run:
 
     def __init__(self, *, keeps: bool = True, several: bool = False) -> None:
         self.said: list[int] = []
-        self.exchange = SimpleNamespace(say=self.said.append, heard=[0, 0])
+        self.collectives = SimpleNamespace(say=self.said.append, heard=[0, 0])
         space = pages(2)
         self.homes = [
             StateHome(space.lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent(name, "exp_avg")) for name in ("a", "b")
@@ -81,8 +81,8 @@ class Run:
             facts={},
         )
         kept: Any = below.generations
-        world: Any = SimpleNamespace(exchange=self.exchange)
-        maker = SharedGenerationMaker(world, kept) if several else LocalGenerationMaker()
+        world: Any = SimpleNamespace(collectives=self.collectives)
+        maker = MultiRankGenerationMaker(world, kept) if several else SingleProcessGenerationMaker()
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
         self.commits = Commits(below, optimizers, maker, model, dict)
@@ -400,7 +400,7 @@ def test_older_generations_go_before_a_step_only_where_all_say_that_they_have_th
     run.commits.retire_early()
     run.begin()
     run.commits.finish()
-    run.exchange.heard = heard
+    run.collectives.heard = heard
     run.commits.retire_early()
     assert run.generations.retired == retired
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.durable import rng
-from infinity.durable.records import GenerationBody, ModelRecord, OptimizerRecord
+from infinity.durable.generation_body import GenerationBody, ModelRecord, OptimizerRecord
 from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ResumeError
 

@@ -87,7 +87,7 @@ def xcodec() -> tuple[nn.Module, Batch]:
 
 
 def qwen2_5_omni() -> tuple[nn.Module, Batch]:
-    """Return its vocoder alone."""
+    """Return only the vocoder of the family's model."""
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
@@ -103,7 +103,7 @@ def qwen2_5_omni() -> tuple[nn.Module, Batch]:
 
 
 def qwen3_omni_moe() -> tuple[nn.Module, Batch]:
-    """Return its vocoder alone."""
+    """Return only the vocoder of the family's model."""
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 

@@ -163,7 +163,7 @@ def zoedepth() -> tuple[nn.Module, Batch]:
 
 
 def janus() -> tuple[nn.Module, Batch]:
-    """Return its VQVAE alone; the other modules are ordinary."""
+    """Return only the VQVAE of the family's model, because the other modules are ordinary."""
     config = hf.JanusVQVAEConfig(
         embed_dim=8,
         num_embeddings=16,
@@ -177,7 +177,7 @@ def janus() -> tuple[nn.Module, Batch]:
 
 
 def emu3() -> tuple[nn.Module, Batch]:
-    """Return its VQVAE alone."""
+    """Return only the VQVAE of the family's model."""
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 
     config = hf.Emu3VQVAEConfig(
@@ -193,7 +193,9 @@ def emu3() -> tuple[nn.Module, Batch]:
 
 
 def chameleon() -> tuple[nn.Module, Batch]:
-    """Return its VQVAE alone. Codes have no gradient, so only embeddings and the modules before them are trained."""
+    """Return only the VQVAE of the family's model. Codes have no gradient, so only embeddings and the modules before
+    the embeddings are trained.
+    """
     from transformers.models.chameleon.modeling_chameleon import ChameleonVQVAE
 
     config = hf.ChameleonVQVAEConfig(

@@ -22,6 +22,7 @@ from tests.fuzz import configs, gradients, loops, models
 from tests.fuzz.loops import Log, Loop
 from tests.fuzz.models import Net
 from tests.fuzz.reference import USES, Reference
+from tests.mixture import in_plain_torch
 
 _NORM_TOLERANCE = 1e-12  # norms are sums in fp64 that are added in another order
 
@@ -71,7 +72,7 @@ class Plain:
     def __init__(self, case: Case, restarts: dict[int, int]) -> None:
         self._restarts = restarts
         self._kept: dict[int, Any] = {}
-        self.model = case.model()
+        self.model = in_plain_torch(case.model())
         exact = {parameter for parameter in self.model.parameters() if parameter.dim() < 2}
         for module in self.model.modules():
             exact |= set(module.parameters(recurse=False)) if isinstance(module, nn.Embedding) else set()

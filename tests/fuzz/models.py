@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from tests.fuzz.parametrized import parametrize_some
 from tests.fuzz.recomputed import Around, draw_around
+from tests.mixture import Mixture
 
 CLASSES = 5
 BATCH, LENGTH = 3, 4
@@ -153,6 +154,12 @@ def _linear(rng: random.Random, width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
+def _mixture(rng: random.Random, width: int) -> nn.Module:
+    experts, chosen, each = rng.choice([3, 5, 8]), rng.choice([1, 2]), rng.choice([1, 2])
+    inner, shared = rng.choice([8, 16]), rng.random() < 0.4
+    return Mixture(width, inner=inner, experts=experts, chosen=chosen, each=each, shared=shared)
+
+
 KINDS: dict[str, Any] = {
     "mlp": Mlp,
     "linear": _linear,
@@ -192,7 +199,11 @@ class Net(nn.Module):
         self.embed = nn.Embedding(11, width, padding_idx=rng.choice([None, 0])) if self.tokens else nn.Linear(6, width)
         kinds = KINDS | NOT_CALLED
         names = [rng.choice(list(kinds)) for _ in range(rng.randint(1, 5))]
+        mixing = random.Random(f"mixture {width} {names}")  # other numbers, so that nets without mixtures stay the same
+        if mixing.random() < 0.3:
+            names[mixing.randrange(len(names))] = "mixture"
         self.traits += names
+        kinds["mixture"] = _mixture
         self.blocks = self._contain(rng, [kinds[name](rng, width) for name in names])
         self.scale = nn.Parameter(torch.ones(width)) if rng.random() < 0.5 else None
         self.norm = nn.LayerNorm(width) if rng.random() < 0.5 else nn.Identity()

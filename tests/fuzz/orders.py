@@ -104,7 +104,7 @@ def make(seed: int) -> Case:
     if kind == "commit":
         body.append("commit")
     states = draw.choice(["nvme", "host"])
-    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # `commit` commits instead of steps
+    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # only the operation `commit` commits
     config = {"weights": draw.choice(["nvme", "host"]), "optimizer": states, "commit_every": every}
     if draw.random() < 0.3:
         config["overlap"] = draw.choice(["off", "before_forward", "during_backward"])

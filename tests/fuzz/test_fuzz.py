@@ -22,6 +22,7 @@ SEED = int(sampling.seed("INFINITY_FUZZ_SEED"))
 FOUND = {
     1: "a dict in a list, recomputed: losses were NaN without an error",
     17: "the same, with a weight that another block reads",
+    1160: "an expert without tokens in several steps had the weights of another expert",
 }
 
 

@@ -16,7 +16,7 @@ import infinity
 from infinity.base.accelerator import open_accelerator
 from infinity.coordinator import registry
 from infinity.io.arena import PinnedArena
-from infinity.tiers import decoding
+from infinity.tiers import activations, decoding
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, llama, loss_of
 
@@ -266,6 +266,29 @@ def test_micro_batches_that_add_up_on_the_device_end_in_the_bits_of_ordinary_one
             optim.zero_grad()
         results.append(result_of(model, []))
     require_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_activations_that_moved_end_in_the_bits_of_those_that_stayed(
+    micro_batches: int, recompute: str, gpu: torch.device, offload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "PIECE_BYTES_MIN", 256)
+    monkeypatch.setattr(activations, "_STAY_SHARE", 1 << 40)
+    results = []
+    for where in ("keep", "host", "nvme"):
+        model, batch = build(torch.bfloat16, gpu)
+        model = place(offload, model, ("host", "host"), gpu, activations=where, recompute=recompute)
+        optim, losses = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0), []
+        for _ in range(4):
+            losses += infinity.backward(model, lambda each, model=model: loss_of(model, each), [batch] * micro_batches)
+            optim.step()
+            optim.zero_grad()
+        tier = registry.coordinator_of(model).resources.activations
+        assert (tier is not None and tier.moved_bytes > 0) == (where != "keep")
+        results.append(result_of(model, [loss.item() for loss in losses]))
+    for result in results[1:]:
+        require_same(result, results[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory")

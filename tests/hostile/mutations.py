@@ -124,3 +124,12 @@ def mutate_json(path: Path, draw: random.Random) -> None:
         path.write_bytes(data)
     else:
         path.write_text(text)
+
+
+def mutate_tensors(path: Path, draw: random.Random) -> None:
+    """Mutate the header of a safetensors file."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    text = json.dumps(mutated(json.loads(data[8:end]), draw, JSON_VALUES)).encode()
+    length = draw.choice([len(text)] * 8 + [0, len(text) + 1, 1 << 40, (1 << 64) - 1])
+    path.write_bytes(length.to_bytes(8, "little") + text + data[end:])

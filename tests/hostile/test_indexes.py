@@ -3,7 +3,6 @@ or that have none: a run goes on with its own bits, or the error is typed."""
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -15,18 +14,9 @@ from infinity.checkpoint import portable
 from infinity.checkpoint.portable import STATE_NAME, SUMS_NAME
 from tests.hostile.conftest import Runs
 from tests.hostile.limits import failures
-from tests.hostile.mutations import JSON_VALUES, mutate_document, mutate_json, mutated
+from tests.hostile.mutations import mutate_document, mutate_json, mutate_tensors
 from tests.hostile.stores import PARTS, STEPS, Case, carry_on, cases_of, config, require_same_run, typed
 from tests.sampling import seed
-
-
-def mutate_tensors(path: Path, draw: random.Random) -> None:
-    """Mutate the header of a safetensors file."""
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    text = json.dumps(mutated(json.loads(data[8:end]), draw, JSON_VALUES)).encode()
-    length = draw.choice([len(text)] * 8 + [0, len(text) + 1, 1 << 40, (1 << 64) - 1])
-    path.write_bytes(length.to_bytes(8, "little") + text + data[end:])
 
 
 def mutate(copy: Path, draw: random.Random) -> None:

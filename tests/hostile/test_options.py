@@ -23,7 +23,7 @@ from infinity.cli import main as infinity_main
 from infinity.cli import run_report
 from infinity.cli.bench import main as bench_main
 from infinity.cli.bench import survey, sustained, sweep
-from infinity.cli.planning import local_rates
+from infinity.plan import local_rates
 from tests.hostile.limits import failures, printed
 from tests.models import VOCABULARY, llama
 from tests.sampling import SHARE, number, seed
@@ -92,18 +92,16 @@ NEEDED = {
     "infinity-bench": "--path folder --size 16MiB",
 }
 """A command line that works; `{}` is where the things are."""
-BESIDE = {"--limit-s": ["--sustained"]}
 WRITTEN = ("--trace", "--json")
 """Options that name a file to write."""
 REPORTS = ("infinity doctor", "infinity plan")
 """Commands that end with 1 where what they report, on stdout, is not well."""
-BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
+BESIDE = {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
 BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}
 BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"]}
 BESIDE |= {
     name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets", "--merge", "--frozen")
 }
-BESIDE |= {name: ["--temperature", "1"] for name in ("--top-p", "--top-k")}
 BESIDE |= {"--force": ["--output", "new.yaml"]}
 BESIDE |= {"--trace-steps": ["--trace", "trace.json"]}
 """What else an option needs so that it does something."""

@@ -17,7 +17,7 @@ import infinity
 from infinity.cli.checkpoint import checkpoint
 from infinity.errors import InfinityError
 from infinity.io.directory import generations_in, pinned_in
-from infinity.io.pins import MARKER_NAME, PINS_NAME
+from infinity.io.generation_pins import MARKER_NAME, PINS_NAME
 from tests.conftest import states_of, weights_of
 from tests.hostile.limits import failures
 from tests.hostile.mutations import mutate_document, mutate_json

@@ -548,6 +548,9 @@ def test_going_back_in_the_same_process_is_refused(
 def test_the_launchers_resume_names_ckpt_path(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
         trainer(tmp_path, **saving(tmp_path)).fit(language(checkpoint), loader(rows))
+    told = f"trainer.fit\\(..., ckpt_path='{tmp_path}/step=6.ckpt'\\)"
+    with launch(), pytest.raises(infinity.StoreNotEmptyError, match=told):
+        trainer(tmp_path).fit(language(checkpoint), loader(rows))
     with launch(resume=tmp_path / "step=6.ckpt.infinity"), pytest.raises(infinity.ConfigError, match="ckpt_path="):
         trainer(tmp_path).fit(language(checkpoint), loader(rows))
     with launch():

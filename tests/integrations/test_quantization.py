@@ -13,13 +13,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    FineGrainedFP8Config,
     GPTQConfig,
+    Mxfp4Config,
 )
 
 import infinity
 from examples.make_demo_checkpoint import make_checkpoint
 from infinity.coordinator import registry
 from infinity.state.frozen_codecs import encoded_form
+from tests.checkpoint.fp8 import decoded, qwen3, write_fp8
+from tests.checkpoint.packed import ATTENTION, FORMS
 from tests.checkpoint.quantized import quantize
 from tests.integrations.conftest import Launch
 from tests.integrations.test_peft import log_of, trainer
@@ -49,7 +53,8 @@ def adapted(model: Any, **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options))
+    options = {"target_modules": "all-linear"} | options
+    return get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
 
 def codecs_in(model: Any) -> set[str | None]:
@@ -178,6 +183,40 @@ def test_dora_reads_a_quantized_base_and_leaves_it_as_it_is(
         assert codecs_in(one.model) == {None, "nf4"}
 
 
+@pytest.mark.parametrize("quantization", [None, FineGrainedFP8Config(dequantize=True)], ids=["as it is", "decoded"])
+def test_a_base_in_fp8_stays_as_it_is(
+    quantization: Any, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would raise for 576 rows, and use wrong scales for 192 rows, if it decoded the weights itself."""
+    path = write_fp8(qwen3(), tmp_path / "fp8", "bf16")
+    monkeypatch.setattr("transformers.integrations.finegrained_fp8.Fp8Dequantize.convert", None)
+    with launch(memory={"device": "8MiB", "host": "96MiB"}):
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=torch.bfloat16)
+        assert torch.equal(model.get_parameter(LAYER).clone(), decoded(path)[LAYER])
+        one = trainer(adapted(model), rows, tmp_path / "out")
+        one.train()
+        assert codecs_in(one.model) == {None, "fp8_block:128x128:bf16"}
+        one.model.save_pretrained(tmp_path / "adapters")
+    assert all(torch.isfinite(torch.tensor(log_of(one))))
+    assert str(path) in (tmp_path / "adapters/adapter_config.json").read_text()
+
+
+@pytest.mark.parametrize("quantization", [None, Mxfp4Config(dequantize=True)], ids=["as it is", "decoded"])
+def test_gpt_oss_stays_in_mxfp4(
+    quantization: Any, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = FORMS["gpt-oss"]
+    path = form.write(tmp_path / "mxfp4")
+    monkeypatch.setattr("transformers.integrations.mxfp4.convert_moe_packed_tensors", None)
+    with launch(memory={"device": "8MiB", "host": "96MiB"}):
+        model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, dtype=torch.bfloat16)
+        assert torch.equal(model.get_parameter(form.layer).clone(), form.decoded(path)[form.layer])
+        one = trainer(adapted(model, target_modules=ATTENTION), rows, tmp_path / "out")
+        one.train()
+        assert codecs_in(one.model) == {None, *form.codec}
+    assert all(torch.isfinite(torch.tensor(log_of(one))))
+
+
 def test_a_new_head_on_a_quantized_base_is_initialized_and_said(
     quantized: Path, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,7 +275,12 @@ def test_preparing_another_model_does_what_it_did(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quantization", "named"), [(GPTQConfig(bits=4, dataset=["a"]), "GPTQConfig"), ({"quant_method": "awq"}, "awq")]
+    ("quantization", "named"),
+    [
+        (GPTQConfig(bits=4, dataset=["a"]), "GPTQConfig"),
+        ({"quant_method": "awq"}, "awq"),
+        (FineGrainedFP8Config(), "FineGrainedFP8Config"),
+    ],
 )
 def test_other_quantizations_are_refused(quantization: Any, named: str, checkpoint: Path, launch: Launch) -> None:
     with launch(), pytest.raises(infinity.NotAvailableError, match=f"quantization_config={named}.*frozen: nf4"):

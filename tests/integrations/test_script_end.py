@@ -14,9 +14,9 @@ from tests import processes
 SCRIPT = """
 import atexit, concurrent.futures, signal, sys, threading, torch
 from torch import nn
-from infinity.integrations import own_modules
+from infinity.integrations import module_of_optimizer
 
-own_modules.WORTH_NUMEL = 1000
+module_of_optimizer.WORTH_NUMEL = 1000
 
 class Model(nn.Module):
     def __init__(self):

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, NotAvailableError, PeerError
+from infinity.integrations.distributed_data_parallel import ranks_of
 from infinity.integrations.launcher import installed
-from infinity.integrations.ranks import ranks_of
-from infinity.sharded.stores import counts_in
+from infinity.sharded.rank_stores import counts_in
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, trainer
 from tests.ranks.workers import ended, run

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import infinity
 from infinity.coordinator import registry
-from infinity.io.pins import read_pins
+from infinity.io.generation_pins import read_pins
 from infinity.runtime.pins import pinned
 from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
@@ -25,7 +25,7 @@ from tests.integrations.training import SAVING, Rows, log_of, trainer
 @pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("limit", [None, 1, 2])
 def test_a_run_goes_on_from_its_checkpoint_folder(
-    limit: int | None, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    limit: int | None, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The folder of an earlier step, of which another generation is the newest."""
     with launch():
@@ -34,6 +34,7 @@ def test_a_run_goes_on_from_its_checkpoint_folder(
         folders = sorted(path.name for path in (tmp_path / "out").iterdir())
         assert [path.name for path in pinned(whole.model)] == folders[-2:]
         assert [(tmp_path / "out" / name / "portable").exists() for name in folders[:-2]] == [True] * len(folders[:-2])
+        assert "portable copy" not in caplog.text  # this has the level info
     steps = [int(name.split("-")[1]) for name in folders]
     assert steps == {None: [2, 4, 6], 1: [6], 2: [4, 6]}[limit]
     with launch():

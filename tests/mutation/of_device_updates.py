@@ -6,7 +6,7 @@ from tests.mutation.mutant import Mutant
 
 _STATES = ("tests/device_update/test_states.py",)
 _SUMS = ("tests/device_update/test_sum_squares.py",)
-_CHECK = ("tests/device_update/test_check.py",)
+_CHECK = ("tests/device_update/test_arithmetic_check.py",)
 
 OF_DEVICE_UPDATES = [
     Mutant(
@@ -54,29 +54,29 @@ OF_DEVICE_UPDATES = [
     Mutant(
         "elements after a gradient do not count in its sum of squares",
         "infinity/device_update/sum_squares.py",
-        ".masked_fill_(at >= ends[:, None], 0.0)",
+        ".masked_fill_(beyond, 0.0)",
         "",
         _SUMS,
     ),
     Mutant(
         "a row at the end of the memory is not read past the end",
         "infinity/device_update/sum_squares.py",
-        "windows[begins.clamp(max=len(windows) - 1)]",
-        "windows[begins]",
+        "at.clamp_(max=len(windows) - 1)",
+        "at",
         _SUMS,
     ),
     Mutant(
         "a device is checked again when denormal numbers are flushed",
-        "infinity/device_update/check.py",
-        "key = rule, form, _flushed_numel()",
-        "key = rule, form, 0",
+        "infinity/device_update/arithmetic_check.py",
+        "key = rule, dtypes, _flushed_numel()",
+        "key = rule, dtypes, 0",
         _CHECK,
     ),
     Mutant(
         "a device whose report of finite values differs is refused",
-        "infinity/device_update/check.py",
-        "return self._update(here, trial.segments) == finite.item() and _same_states(here, there)",
-        "self._update(here, trial.segments)\n        return _same_states(here, there)",
+        "infinity/device_update/arithmetic_check.py",
+        "return self._update(here, update.segments) == finite.item() and _same_states(here, there)",
+        "self._update(here, update.segments)\n        return _same_states(here, there)",
         _CHECK,
     ),
 ]

@@ -7,7 +7,7 @@ from tests.mutation.mutant import Mutant
 _LOOPS, _PUT_BACK, _FIELDS = (
     "tests/runtime/test_loop_tops.py",
     "tests/runtime/test_put_back.py",
-    "tests/cli/test_fields.py",
+    "tests/cli/test_dataset_rows.py",
 )
 
 OF_LOOPS = [
@@ -55,14 +55,14 @@ OF_LOOPS = [
     ),
     Mutant(
         "weights that a write leaves alone keep their masters",
-        "infinity/coordinator/written_masters.py",
+        "infinity/coordinator/masters_before_write.py",
         "        fresh[same] = rest[same]\n",
         "",
         (_PUT_BACK,),
     ),
     Mutant(
         "masters come back with their weights",
-        "infinity/coordinator/written_masters.py",
+        "infinity/coordinator/masters_before_write.py",
         "        fresh[was.at[back]] = was.rest[back]\n",
         "",
         (_PUT_BACK,),
@@ -76,14 +76,14 @@ OF_LOOPS = [
     ),
     Mutant(
         "a message that is not to be learned",
-        "infinity/cli/records.py",
+        "infinity/cli/training_examples.py",
         "answers[number - 1] is not False",
         "answers[number - 1] is not None",
         (_FIELDS,),
     ),
     Mutant(
         "a text that does not repeat an instruction and its output",
-        "infinity/cli/fields.py",
+        "infinity/cli/dataset_rows.py",
         "return isinstance(value, str) and all(",
         "return True or all(",
         (_FIELDS,),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 
 _TESTS = "tests/runtime/test_micro_batches.py"
-_CHAINS = "tests/runtime/test_chain.py"
-_LANES = "tests/runtime/test_lanes.py"
+_CHAINS = "tests/runtime/test_stage_chain.py"
+_LANES = "tests/runtime/test_pausable_calls.py"
 _LOSS = "tests/runtime/test_cross_entropy.py"
 _CHUNKED = "tests/integrations/test_chunked_loss.py"
-_VERTICAL = "infinity/runtime/vertical.py"
-_CHAIN = "infinity/runtime/chain.py"
+_VERTICAL = "infinity/runtime/vertical_micro_batches.py"
+_CHAIN = "infinity/runtime/stage_chain.py"
 _MICRO = "infinity/runtime/micro_batches.py"
 
 OF_MICRO_BATCHES = [
@@ -79,7 +79,7 @@ OF_MICRO_BATCHES = [
     ),
     Mutant(
         "a lane that nobody wants runs on",
-        "infinity/runtime/lanes.py",
+        "infinity/runtime/pausable_calls.py",
         "        if self._unwanted:\n            raise _CallAbandoned\n",
         "",
         (_LANES,),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-_SHARED = "tests/sharded/test_shared_gradients.py"
+_SHARED = "tests/sharded/test_multi_rank_gradients.py"
 _SEVERAL = "tests/durable/test_commits.py"
-_STORES = "tests/sharded/test_stores.py"
+_STORES = "tests/sharded/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
 _GROUPS = "tests/runtime/test_gather_groups.py"
@@ -48,42 +48,42 @@ OF_RANKS = [
     ),
     Mutant(
         "a gradient that is dropped does not land later",
-        "infinity/sharded/shared_gradients.py",
+        "infinity/sharded/multi_rank_gradients.py",
         "        self._outbox.land_all()  # gradients in flight would land after the drop\n",
         "",
         (_SHARED, "-k", "dropped"),
     ),
     Mutant(
         "zeros of what no rank has are no gradient",
-        "infinity/sharded/shared_gradients.py",
+        "infinity/sharded/multi_rank_gradients.py",
         "        self._drop_zeros()\n",
         "",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
         "of several ranks a generation is prepared, and retired later",
-        "infinity/sharded/shared_generation_maker.py",
+        "infinity/sharded/multi_rank_generation_maker.py",
         "        generations.prepare(step, facts, body)\n",
         "        generations.make(step, facts, body)\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "those generations exist that all ranks have",
-        "infinity/sharded/shared_generation_maker.py",
+        "infinity/sharded/multi_rank_generation_maker.py",
         "            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
         "            self._generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "ranks commit as rarely as any of them must",
-        "infinity/sharded/shared_generation_maker.py",
+        "infinity/sharded/multi_rank_generation_maker.py",
         "            pace.lead(max(every for every, *_ in told), following)\n",
         "",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "a run of another number of ranks is not written over",
-        "infinity/sharded/stores.py",
+        "infinity/sharded/rank_stores.py",
         "            if generations_in(entry) or pinned_in(entry):\n",
         "            if False:\n",
         (_STORES, "-k", "in_the_way"),
@@ -104,7 +104,7 @@ OF_RANKS = [
     ),
     Mutant(
         "what one rank unpins all unpin",
-        "infinity/access/pinning.py",
+        "infinity/access/generation_pinning.py",
         "lambda: kept.keep_pins(set.intersection(*map(set, told))))\n",
         "lambda: None)\n",
         (_PINS, "-k", "one_rank_lets_go"),
@@ -153,16 +153,16 @@ OF_RANKS = [
     ),
     Mutant(
         "the marker of a folder names the generations of all ranks",
-        "infinity/io/pins.py",
+        "infinity/io/generation_pins.py",
         "        return self.digests[rank] if self.digests else self.digest\n",
         "        return self.digest\n",
         (_PINS, "-k", "each_folder"),
     ),
     Mutant(
         "a generation goes early only where all ranks have made the newest",
-        "infinity/sharded/shared_generation_maker.py",
-        "        if all(step == generations.newest for step in self._world.exchange.heard):\n",
-        "        if any(step == generations.newest for step in self._world.exchange.heard):\n",
+        "infinity/sharded/multi_rank_generation_maker.py",
+        "        if all(step == generations.newest for step in self._world.collectives.heard):\n",
+        "        if any(step == generations.newest for step in self._world.collectives.heard):\n",
         ("tests/durable/test_commits.py",),
     ),
     Mutant(
@@ -170,11 +170,11 @@ OF_RANKS = [
         "infinity/sharded/outbox.py",
         "        self._before_landing(shard.full.index)\n",
         "",
-        ("tests/sharded/test_shared_gradients.py", "tests/runtime/test_ranks.py"),
+        ("tests/sharded/test_multi_rank_gradients.py", "tests/runtime/test_ranks.py"),
     ),
     Mutant(
         "an update begins early once the gradients of all ranks have landed",
-        "infinity/sharded/shared_gradients.py",
+        "infinity/sharded/multi_rank_gradients.py",
         "        self._units[index].send()\n        return ()\n",
         "        self._units[index].send()\n        return (index,)\n",
         ("tests/runtime/test_ranks.py",),
@@ -195,14 +195,14 @@ OF_RANKS = [
     ),
     Mutant(
         "what a rank tells is taken in by those that are at the same",
-        "infinity/ranks/exchange.py",
+        "infinity/ranks/collective_queue.py",
         '        return self.all_gather(zlib.crc32(name.partition("/")[0].encode()), name, payload)\n',
         "        return self.all_gather(0, name, payload)\n",
-        ("tests/ranks/test_exchange.py", "-k", "different_things"),
+        ("tests/ranks/test_collective_queue.py", "-k", "different_things"),
     ),
     Mutant(
         "a folder that one rank could not pin is pinned by none",
-        "infinity/access/pinning.py",
+        "infinity/access/generation_pinning.py",
         "lambda: kept.unpin(folder))\n        raise\n",
         "lambda: None)\n        raise\n",
         (_PINS, "-k", "pinned_again"),
@@ -223,7 +223,7 @@ OF_RANKS = [
     ),
     Mutant(
         "whether there are generations to go on from is decided by all ranks",
-        "infinity/checkpoint/load.py",
+        "infinity/checkpoint/load_pretrained.py",
         "bool(set.intersection(*(set(steps) for steps, _ in told)))\n",
         "bool(mine)\n",
         (_BEGIN, "-k", "begins_anew"),
@@ -244,7 +244,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a gradient that one rank has dropped is named",
-        "infinity/sharded/shared_gradients.py",
+        "infinity/sharded/multi_rank_gradients.py",
         "            if facts and rank:\n",
         "            if False:\n",
         ("tests/runtime/test_ranks_together.py", "-k", "does_otherwise"),

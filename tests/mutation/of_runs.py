@@ -87,7 +87,7 @@ OF_RUNS = [
     ),
     Mutant(
         "a role that nobody knows",
-        "infinity/cli/records.py",
+        "infinity/cli/training_examples.py",
         "if meant not in ROLES and not self.names(meant):",
         "if False:",
         ("tests/cli/test_data.py", "-k", "another_shape"),

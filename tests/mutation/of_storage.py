@@ -7,7 +7,7 @@ from tests.mutation.mutant import Mutant
 _LOOPS = "tests/runtime/test_loops.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
-_PINS = ("tests/io/test_pins.py", "tests/crash/test_pins.py")
+_PINS = ("tests/io/test_generation_pins.py", "tests/crash/test_pins.py")
 _DURABLE = "tests/io/test_atomic_file.py"
 _HEADERS = ("tests/io/test_headers.py",)
 _FINISHED = ("tests/cli/test_finished_run.py",)
@@ -134,7 +134,7 @@ OF_STORAGE = [
     ),
     Mutant(
         "an older marker goes before a folder pins another generation",
-        "infinity/io/pins.py",
+        "infinity/io/generation_pins.py",
         "    remove_marker(folder)\n",
         "",
         _PINS,
@@ -314,11 +314,11 @@ OF_STORAGE = [
         "infinity/integrations/checkpoint_folders.py",
         "        ours = os.getpid() == process  #",
         "        ours = True  #",
-        ("tests/integrations/test_models.py",),
+        ("tests/integrations/test_from_pretrained.py",),
     ),
     Mutant(
         "a model that is loaded twice draws the random numbers of one that is loaded once",
-        "infinity/checkpoint/load.py",
+        "infinity/checkpoint/load_pretrained.py",
         "        rng.restore(before)\n        found = attempt(",
         "        found = attempt(",
         ("tests/checkpoint/test_missing_tensors.py",),

@@ -146,9 +146,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="mutants whose name contains this")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a mutant first")
-    parser.add_argument("--share", default="all", help="how many of them: 0.1 is a tenth, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of that draw")
-    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="mutants at a time")
+    parser.add_argument("--share", default="all", help="share of the mutants: 0.1 is a tenth, chosen at random")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(os.cpu_count() or 1, 8),
+        help="number of mutants that are tested at the same time",
+    )
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if options.only is None or options.only in mutant.name]
     if options.share != "all":

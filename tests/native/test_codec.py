@@ -272,6 +272,78 @@ def test_rows_are_decoded_as_by_bitsandbytes(rows: int, row_numel: int, dtype: s
         assert torch.equal(bits(stored.decode(dtype, isa, threads)), bits(expected.to(DTYPES[dtype])))
 
 
+SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}
+
+
+def fp8(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> Stored:
+    """Store a matrix of codes, uint8, and the scales of its blocks."""
+    kind = next(name for name, dtype in SCALES.items() if dtype == scales.dtype)
+    stored = Stored(f"fp8_block:{block[0]}x{block[1]}:{kind}", codes.numel(), codes.shape[1])
+    stored.part("codes", torch.uint8)[:] = codes.flatten()
+    stored.part("scales", torch.uint8)[:] = scales.contiguous().view(torch.uint8).flatten()
+    return stored
+
+
+def fp8_reference(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return code · scale in fp32, rounded by torch."""
+    rows, columns = codes.shape
+    wide = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
+    return (codes.view(torch.float8_e4m3fn).float() * wide).to(dtype).flatten()
+
+
+def same_numbers(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether all bits are equal, except those of NaN."""
+    nan = expected.isnan()
+    return torch.equal(ours.isnan(), nan) and torch.equal(bits(ours)[~nan], bits(expected)[~nan])
+
+
+def scales_of_every_size(shape: tuple[int, int], kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Scales from the smallest to the largest numbers, negative ones, zeros, infinities and NaN."""
+    count = shape[0] * shape[1]
+    if kind == "e8m0":
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    values = torch.randn(count, generator=generator) * 2.0 ** torch.randint(-149, 128, (count,), generator=generator)
+    values[torch.rand(count, generator=generator) < 0.5] *= 2.0**-10
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 2.0**-149, 3.4e38, 2.0**119])
+    chosen = torch.rand(count, generator=generator) < 0.1
+    values[chosen] = special[torch.randint(len(special), (int(chosen.sum()),), generator=generator)]
+    return values.view(shape).to(SCALES[kind])
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("kind", SCALES)
+def test_every_code_of_e4m3_with_every_size_of_scale_is_the_product_rounded_once(
+    kind: str, dtype: str, isa: str
+) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    scales = scales_of_every_size((number(2000, 100_000), 1), kind, generator)
+    if kind == "e8m0":
+        scales = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e8m0fnu)
+    codes, block = torch.arange(256, dtype=torch.uint8).repeat(len(scales), 1), (1, 256)
+    ours = fp8(codes, scales, block).decode(dtype, isa)
+    assert same_numbers(ours, fp8_reference(codes, scales, block, DTYPES[dtype]))
+
+
+@every_isa
+@every_dtype
+@pytest.mark.parametrize("kind", SCALES)
+def test_blocks_of_fp8_may_be_incomplete(kind: str, dtype: str, isa: str) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = [(576, 160), (192, 576), (1, 1), (3, 5), (129, 64), (130, 128), (257, 300), (64, 1100), (5, TASK // 2)]
+    for shape in shapes:
+        for block in [(128, 128), (1, 32), (64, 192), (3, 7), (1000, 1000)]:
+            grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+            codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+            codes[torch.rand(shape, generator=generator) < 0.99] &= 0xFB  # most blocks have no NaN
+            scales = scales_of_every_size(grid, kind, generator)
+            for threads in (1, 3):
+                ours = fp8(codes, scales, block).decode(dtype, isa, threads)
+                assert same_numbers(ours, fp8_reference(codes, scales, block, DTYPES[dtype])), (shape, block)
+
+
 def test_values_and_their_weights_may_begin_anywhere_and_nothing_beyond_them_is_written() -> None:
     values = everyday(1001, torch.bfloat16, torch.Generator().manual_seed(SEED))
     stored = encoded(values, "nf4")
@@ -304,6 +376,36 @@ def test_parts_are_in_order_and_begin_at_multiples_of_64() -> None:
     assert _native.weight_parts("int8_rows", 60, 20) == {"codes": (0, 60), "scales": (64, 12)}
     assert _native.encoded_weight_bytes("int8_rows", 60, 20) == 128
     assert _native.encoded_weight_bytes("int8", 0) == 0
+    assert _native.weight_parts("fp8_block:128x128:fp32", 576 * 160, 160) == {
+        "codes": (0, 92160),
+        "scales": (92160, 40),
+    }
+    assert _native.weight_parts("fp8_block:1x32:e8m0", 3 * 33, 33) == {"codes": (0, 99), "scales": (128, 6)}
+    assert _native.encoded_weight_bytes("fp8_block:16x16:bf16", 0, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        ("fp8_block", "needs its block and its type of scales: 'fp8_block:128x128:fp32'"),
+        ("fp8_block:", "needs its block"),
+        ("fp8_block:128x128", "needs its block"),
+        ("fp8_block:128x128:", "needs its block"),
+        ("fp8_block:128x128:fp16", "needs its block"),
+        ("fp8_block:128:fp32", "needs its block"),
+        ("fp8_block:0x128:fp32", "needs its block"),
+        ("fp8_block:128x0:fp32", "needs its block"),
+        ("fp8_block:-1x128:fp32", "needs its block"),
+        ("fp8_block:99999999999999999999x1:fp32", "needs its block"),
+        ("fp8_block:9999999x1:fp32", "needs its block"),
+        ("fp8_block:128x128:fp32:", "needs its block"),
+        ("nf4:64x64:fp32", "codec 'nf4:64x64:fp32' needs no parameters"),
+        ("fp8", "unknown codec 'fp8'; use nf4, nf4_fp32, int8, int8_rows, fp8_block, mxfp4, nvfp4 or int4_group"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_named(codec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _native.encoded_weight_bytes(codec, 4096, 64)
 
 
 @pytest.mark.parametrize("codec", ["nf4_fp32", "int8"])
@@ -356,6 +458,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         "out is not aligned to 2": (data, "nf4_fp32", 128, 0, out.view(np.uint8)[1:-1], "bf16"),
         "int8_rows needs row_numel": (data, "int8_rows", 128, 0, out, "fp32"),
         "of which numel is a multiple": (data, "int8_rows", 128, 3, out, "fp32"),
+        "fp8_block needs row_numel": (data, "fp8_block:8x8:e8m0", 128, 0, out, "fp32"),
         "that many elements": (data, "nf4", 1 << 60, 0, out, "fp32"),
         "out and data overlap": (data, "int8", 16, 0, data, "bf16"),
     }.items():

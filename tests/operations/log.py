@@ -28,7 +28,7 @@ import torch.distributed as dist
 from infinity import _native
 from infinity.base.timeline import JobTag
 from infinity.io import atomic_file
-from infinity.ranks.exchange import OperationFuture
+from infinity.ranks.collective_queue import OperationFuture
 from infinity.tiers.slab import Slab, SlabLease
 
 PATIENCE_S = 20.0

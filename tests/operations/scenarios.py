@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity.device_update.arithmetic_check import check_of
 from tests import sampling
 from tests.operations.log import logged
 from tests.ranks.workers import run
@@ -75,6 +76,7 @@ def _trained(case: schedules.Case, policy: Any) -> Scenario:
     def record(folder: Path) -> list[str]:
         _seed()
         with logged() as log, nullcontext() if policy is None else schedules.simulated(policy):
+            check_of.cache_clear()  # the check of the device's arithmetic is in the log of every recording
             schedules.train(case, _swap(folder))
         return [str(case), *log.lines()]
 

@@ -41,7 +41,7 @@ def test_there_are_40_scenarios() -> None:
 def test_two_recordings_of_the_same_code_are_equal(name: str, tmp_path: Path) -> None:
     first, second = (SCENARIOS[name](tmp_path / folder) for folder in ("first", "second"))
     assert first == second
-    assert len(first) > 50
+    assert len(first) > (50 if "resident='all'" not in first[0] else 10)  # the device moves nothing
 
 
 @pytest.mark.parametrize("policy", CHANGED)

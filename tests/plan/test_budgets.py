@@ -20,7 +20,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, exact_bytes, parse_bytes
 from infinity.state.discover import HookedModule, discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from tests.conftest import weights_of
 
 WIDTH = 32  # a square matrix in fp32 is a page

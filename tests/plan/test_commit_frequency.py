@@ -26,7 +26,7 @@ from infinity.plan.commit_frequency import (
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 
 NVME: dict[str, Any] = {"weights": "nvme", "optimizer": "nvme"}
 HOST: dict[str, Any] = {"weights": "host", "optimizer": "host"}

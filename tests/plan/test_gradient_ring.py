@@ -9,7 +9,7 @@ from infinity.config import load_config
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.unit import Unit
 from tests.models import llama
 

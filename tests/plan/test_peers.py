@@ -14,8 +14,8 @@ from infinity.plan.plan import Plan
 from infinity.plan.plan_input import PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import SHARD_NUMEL, RankPartition
-from infinity.state.terms import OffloadArguments
 
 MIB = 1 << 20
 WIDTH = 1024  # a block is 16 slices of the smallest size

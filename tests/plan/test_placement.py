@@ -15,7 +15,7 @@ from infinity.plan.plan_input import as_far_as
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 
 WIDTHS = (1024, 256, 1024, 512)
 """Units of different sizes, in the order of the forward."""

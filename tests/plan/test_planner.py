@@ -17,18 +17,22 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, format_bytes
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from tests.models import llama
 from tests.plan import test_layout
 from tests.sampling import number
 
 
-def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any) -> Plan:
+def plan(
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", *, can_recompute: bool = False, **config: Any
+) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)).to(dtype)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
     return make_plan(
-        discover(blocks).units, OffloadArguments(load_config(config), torch.device(device)), can_recompute=False
+        discover(blocks).units,
+        OffloadArguments(load_config(config), torch.device(device)),
+        can_recompute=can_recompute,
     )
 
 
@@ -96,6 +100,31 @@ def test_what_a_failing_plan_advises_fits(key: str) -> None:
 def test_recompute_is_refused_where_the_model_cannot() -> None:
     with pytest.raises(ConfigError, match="has no gradient_checkpointing_enable"):
         plan(activations="recompute")
+    with pytest.raises(ConfigError, match="recompute: blocks, but the model has no gradient_checkpointing_enable"):
+        plan(recompute="blocks")
+
+
+@pytest.mark.parametrize(
+    ("activations", "recompute", "tier", "blocks"),
+    [
+        ("auto", "auto", "keep", True),
+        ("auto", "none", "keep", False),
+        ("keep", "auto", "keep", False),
+        ("keep", "blocks", "keep", True),
+        ("recompute", "auto", "keep", True),
+        ("nvme", "auto", "nvme", True),
+        ("nvme", "none", "nvme", False),
+        ("host", "blocks", "keep", True),  # the CPU's memory is RAM
+    ],
+)
+def test_what_the_two_keys_mean_together(activations: str, recompute: str, tier: str, blocks: bool) -> None:
+    placed = plan(can_recompute=True, **NVME, activations=activations, recompute=recompute).placement
+    assert (placed.activations, placed.recompute) == (tier, blocks)
+
+
+def test_the_two_keys_must_not_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="activations: recompute and recompute: none contradict each other"):
+        load_config({"activations": "recompute", "recompute": "none"})
 
 
 def test_a_plan_describes_itself() -> None:

@@ -15,7 +15,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 
 NVME = {"weights": "nvme", "optimizer": "nvme"}
 NUMELS = [1024 * width for width in [1024] * 8 + [512] * 8]

@@ -96,3 +96,35 @@ def test_it_expects_what_a_search_of_the_last_iteration_finds(order: list[int], 
             assert trace.next_use(each) == naive.next_use(each)
             known = each in naive.order
             assert trace.first_use(each) == (naive.order.index(each) if known else len(naive.order))
+
+
+def test_an_expert_is_predicted_only_after_its_layer_or_an_iteration_with_all_experts() -> None:
+    trace = VisitTrace([0, 1, 2, 3], routed=[1, 2])
+    assert list(trace.upcoming()) == [0]  # unit 3 would have to make room for the experts before it
+    trace.visit(0)
+    trace.expect([2], among=[1, 2])
+    assert list(trace.upcoming()) == [2, 3]
+    assert trace.next_use(2) == 0
+    for unit in (2, 3):
+        trace.visit(unit)
+    trace.close()
+    assert list(trace.upcoming()) == [0]  # the last iteration did not visit unit 1
+    for unit in (0, 1, 2, 3):
+        trace.visit(unit)
+    trace.close()
+    assert list(trace.upcoming()) == [0, 1, 2, 3]
+    trace.visit(0)
+    trace.expect([1], among=[1, 2])
+    assert list(trace.upcoming()) == [1, 3]
+
+
+def test_the_experts_of_a_forward_say_nothing_about_those_of_its_backward() -> None:
+    trace = VisitTrace([0, 1, 2, 1, 2, 1, 0], routed=[2, 3])
+    trace.visit(0), trace.visit(1)
+    trace.expect([2], among=[2, 3])
+    assert list(trace.upcoming()) == [2, 1]
+    trace.visit(2)
+    assert list(trace.upcoming()) == [1]
+    trace.visit(1)
+    trace.expect([3], among=[2, 3])
+    assert list(trace.upcoming()) == [3, 1, 0]

@@ -1,7 +1,8 @@
-"""Helpers of the tests of several ranks: an exchange on each rank, and operations whose bytes identify the sender."""
+"""Helpers of the tests of several ranks: a queue on each rank, and operations whose bytes identify the sender."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -12,15 +13,15 @@ import torch.distributed as dist
 
 from infinity.errors import PeerError
 from infinity.ranks import ranks as ranks_module
-from infinity.ranks.exchange import RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 
 KINDS = ("gather", "exchange", "control")
 
 
-def opened(*, apart: bool = False, **options: Any) -> RankExchange:
-    """Return an exchange on this rank.
+def opened(*, apart: bool = False, **options: Any) -> CollectiveQueue:
+    """Return a collective queue on this rank.
 
     Args:
         apart: whether each rank appears to be on its own machine; ranks then do not detect the end of another rank's
@@ -31,7 +32,7 @@ def opened(*, apart: bool = False, **options: Any) -> RankExchange:
         ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # not restored: a process runs one test
     ranks = Ranks.of_world(**({"deadline_s": 30.0, "even_alone": True} | options))
     assert ranks is not None
-    return RankExchange(ranks)
+    return CollectiveQueue(ranks)
 
 
 def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> CollectiveOperation:
@@ -57,8 +58,8 @@ def received(operation: CollectiveOperation, told: list[bytes]) -> bytes:
     return moved.receive.numpy().tobytes() if isinstance(moved, AllToAll) else b"".join(told)
 
 
-def done(exchange: RankExchange, operation: CollectiveOperation) -> bytes:
-    return received(operation, exchange.submit(operation).result())
+def done(collectives: CollectiveQueue, operation: CollectiveOperation) -> bytes:
+    return received(operation, collectives.submit(operation).result())
 
 
 def kill() -> None:
@@ -67,20 +68,31 @@ def kill() -> None:
     threading.Event().wait()
 
 
-def told_by(exchange: RankExchange, *operations: CollectiveOperation) -> tuple[tuple[int, ...], str]:
-    """Submit operations until a PeerError, and return the ranks and the text of the error. Require that the exchange
+class Lines(logging.Handler):
+    """The messages of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def told_by(collectives: CollectiveQueue, *operations: CollectiveOperation) -> tuple[tuple[int, ...], str]:
+    """Submit operations until a PeerError, and return the ranks and the text of the error. Require that the queue
     accepts no operation after the error.
     """
     try:
         for each in operations:
-            exchange.submit(each).result()
+            collectives.submit(each).result()
     except PeerError as error:
         try:
-            exchange.submit(operation("control", 99))
+            collectives.submit(operation("control", 99))
         except PeerError as again:
             assert (again.ranks, str(again)) == (error.ranks, str(error))
         else:
-            raise AssertionError("a broken exchange took an operation") from None
-        exchange.close()
+            raise AssertionError("a broken queue took an operation") from None
+        collectives.close()
         return error.ranks, str(error)
     raise AssertionError("no rank was at fault")

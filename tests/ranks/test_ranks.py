@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import PeerError
-from infinity.ranks.exchange import RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.operations import AllGather, CollectiveOperation
 from infinity.ranks.ranks import RankGroup, Ranks
 from tests.ranks.tasks import done, opened, operation
@@ -39,12 +39,12 @@ def on_machines(machines: str, gather: Any) -> Any:
     """Where this rank is, and what a gather of a byte from each rank of G brings."""
     ranks = Ranks.of_world(gather, machine=machines[dist.get_rank()])
     assert ranks is not None
-    exchange, group = RankExchange(ranks), ranks.gather
-    exchanged = done(exchange, operation("exchange", 0, nbytes=1))
+    collectives, group = CollectiveQueue(ranks), ranks.gather
+    exchanged = done(collectives, operation("exchange", 0, nbytes=1))
     buffer = torch.zeros(group.size, dtype=torch.uint8)
     buffer[group.position] = ranks.rank + 1
-    exchange.submit(CollectiveOperation(AllGather(buffer, [1] * group.size, near=True), 1, "unit 'head'")).result()
-    exchange.close()
+    collectives.submit(CollectiveOperation(AllGather(buffer, [1] * group.size, near=True), 1, "unit 'head'")).result()
+    collectives.close()
     assert exchanged == bytes(range(1, ranks.world + 1))
     assert len(dist.distributed_c10d._world.pg_map) == 1
     return ranks.node, ranks.local_rank, ranks.local_world, buffer.tolist()
@@ -85,5 +85,5 @@ def several_models() -> Any:
     return told
 
 
-def test_models_have_exchanges_of_their_own() -> None:
+def test_models_have_collective_queues_of_their_own() -> None:
     assert run(2, several_models) == [[[b"2"] * 2, [b"1"] * 2, [b"3"] * 2]] * 2

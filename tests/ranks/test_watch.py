@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from infinity.errors import PeerError
 from tests import sampling
-from tests.ranks.tasks import KINDS, done, kill, opened, operation, received, told_by
+from tests.ranks.tasks import KINDS, Lines, done, kill, opened, operation, received, told_by
 from tests.ranks.workers import Outcome, ended, run
 from tests.sampling import SEED, number
 
@@ -29,12 +30,12 @@ BIG = 3 << 20
 
 def killed(kind: str, victim: int, when: str, apart: bool) -> Any:
     """One rank is killed before it begins an operation, or when all ranks have agreed on it; what the others raise."""
-    exchange = opened(apart=apart)
-    assert done(exchange, operation(kind, 0))
+    collectives = opened(apart=apart)
+    assert done(collectives, operation(kind, 0))
     if dist.get_rank() == victim and when == "before":
         kill()
     after = [kill] if dist.get_rank() == victim else []
-    return told_by(exchange, operation(kind, 1, BIG, after=after), operation(kind, 2))
+    return told_by(collectives, operation(kind, 1, BIG, after=after), operation(kind, 2))
 
 
 def survivors(outcomes: list[Outcome], victim: int) -> list[tuple[tuple[int, ...], str]]:
@@ -57,20 +58,20 @@ def test_survivors_of_a_kill_name_the_dead_rank(kind: str, victim: int, when: st
 
 def killed_at_any_instant(victim: int, apart: bool, instant_s: float) -> Any:
     """One rank is killed while all of them move bytes without a pause, three operations ahead."""
-    exchange = opened(apart=apart)
+    collectives = opened(apart=apart)
     if dist.get_rank() == victim:
         threading.Timer(instant_s, kill).start()
     waiting: deque[Any] = deque()
     try:
         for index in itertools.count():
             moved = operation(KINDS[index % 3], index, 1 << (index % 20))
-            waiting.append((moved, exchange.submit(moved)))
+            waiting.append((moved, collectives.submit(moved)))
             if len(waiting) == 3:
                 moved, ticket = waiting.popleft()
                 nbytes = 1 << (moved.subject % 20)
                 assert received(moved, ticket.result()) == b"".join(bytes([r + 1]) * nbytes for r in range(N))
     except PeerError as error:
-        exchange.close()
+        collectives.close()
         return error.ranks, str(error)
 
 
@@ -84,8 +85,8 @@ def test_survivors_of_a_kill_at_any_instant_name_the_dead_rank(case: int) -> Non
 
 def orphaning() -> Any:
     """Kill rank 1 after it forked a process that lives on with all of the rank's connections."""
-    exchange = opened()
-    assert done(exchange, operation("gather", 0))
+    collectives = opened()
+    assert done(collectives, operation("gather", 0))
     if dist.get_rank() == 1 and os.fork():
         kill()
     if dist.get_rank() == 1:
@@ -95,7 +96,7 @@ def orphaning() -> Any:
                     os.close(int(name))
         signal.alarm(20)  # its end, at the latest
         signal.pause()
-    return told_by(exchange, operation("gather", 1, BIG), operation("gather", 2))
+    return told_by(collectives, operation("gather", 1, BIG), operation("gather", 2))
 
 
 def is_of_gloo(descriptor: int) -> bool:
@@ -114,12 +115,12 @@ def test_a_dead_rank_is_named_while_a_process_that_it_forked_holds_its_connectio
 
 
 def says_why(victim: int) -> Any:
-    exchange = opened()
-    assert done(exchange, operation("gather", 0))
+    collectives = opened()
+    assert done(collectives, operation("gather", 0))
     if dist.get_rank() == victim:
-        exchange.fail(OSError(28, "No space left on device"))
-        exchange.fail(ValueError("a second one"))
-    return told_by(exchange, operation("gather", 1), operation("gather", 2))
+        collectives.fail(OSError(28, "No space left on device"))
+        collectives.fail(ValueError("a second one"))
+    return told_by(collectives, operation("gather", 1), operation("gather", 2))
 
 
 @pytest.mark.parametrize("victim", range(N))
@@ -132,34 +133,41 @@ def test_a_rank_that_fails_tells_all_others_why(victim: int) -> None:
 
 
 def never_comes(deadline_s: float) -> Any:
-    exchange = opened(deadline_s=deadline_s)
-    assert done(exchange, operation("gather", 0))
+    collectives, lines = opened(deadline_s=deadline_s), Lines()
+    logger = logging.getLogger("infinity.ranks")
+    logger.addHandler(lines)
+    logger.setLevel(logging.WARNING)
+    assert done(collectives, operation("gather", 0))
     if dist.get_rank() == 1:  # until it hears that the others have given up
         while True:
             try:
-                exchange.raise_if_broken()
+                collectives.raise_if_broken()
                 time.sleep(0.01)
             except PeerError as error:
-                exchange.close()
-                return error.ranks, str(error)
-    return told_by(exchange, operation("exchange", 1))
+                collectives.close()
+                return error.ranks, str(error), lines.messages
+    return *told_by(collectives, operation("exchange", 1)), lines.messages
 
 
 def test_a_rank_that_never_comes_is_named_after_the_deadline() -> None:
-    for ranks, told in run(N, never_comes, 1.0):
+    for rank, (ranks, told, logged) in enumerate(run(N, never_comes, 1.0)):
         assert ranks == (1,)
+        waits = [line for line in logged if "for the other ranks at the exchange of unit 'layers.1'" in line]
+        assert len(waits) == (rank != 1), logged
+        assert all("After 1 s (ranks.deadline_s) this is an error" in line for line in waits)
+        assert "raise ranks.deadline_s" in told
         assert told.startswith("rank 1 did not reach the exchange of unit 'layers.1' within 1 s"), told
         assert "rank 1 is at its own work after the gather of unit 'layers.0'" in told
 
 
 def stopped(victim: int, apart: bool) -> Any:
     """Stop the process of a rank, whose connections stay open. The other ranks kill it at the end."""
-    exchange = opened(deadline_s=1.0, apart=apart)
-    pids = exchange.all_gather(0, "pids", str(os.getpid()).encode())
+    collectives = opened(deadline_s=1.0, apart=apart)
+    pids = collectives.all_gather(0, "pids", str(os.getpid()).encode())
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        return told_by(exchange, operation("gather", 1))
+        return told_by(collectives, operation("gather", 1))
     finally:
         with contextlib.suppress(ProcessLookupError):  # the other survivor was first
             os.kill(int(pids[victim]), signal.SIGKILL)
@@ -179,12 +187,12 @@ def test_a_store_that_hangs_is_named_and_nobody_hangs_on_it() -> None:
 
 
 def is_missed(name: str) -> Any:
-    exchange = opened()
-    ranks = exchange._ranks
+    collectives = opened()
+    ranks = collectives._ranks
     ranks.assemble("offload")
     if name == "late" and dist.get_rank() == 1:
         dist.distributed_c10d._get_default_store().wait(["told"])
-        exchange.close()
+        collectives.close()
         return (1,), ""
     if name == "killed" and dist.get_rank() == 1:
         kill()
@@ -193,7 +201,7 @@ def is_missed(name: str) -> Any:
     except PeerError as error:
         if name == "late":
             dist.distributed_c10d._get_default_store().set("told", "")
-        exchange.close()
+        collectives.close()
         return error.ranks, str(error)
     raise AssertionError("all ranks came")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
+from infinity.plan.plan_input import WEIGHT_SHARE_OF_DEVICE
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.discover import discover
 from infinity.units.weights import Residency

@@ -552,8 +552,6 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
     ("key", "value"),
     [
         ("gradients", "device"),
-        ("activations", "host"),
-        ("optimizer", "device"),
     ],
 )
 def test_what_is_not_built_yet_is_refused(key: str, value: Any) -> None:

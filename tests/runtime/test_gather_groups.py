@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from infinity.errors import InfinityError
-from infinity.ranks.exchange import RankExchange
+from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.operations import AllGather
 from infinity.sharded import rank_agreement
 from tests.ranks.workers import run
@@ -124,14 +124,14 @@ def test_a_rank_that_has_no_slice_of_anything_gathers_as_the_others_do(tmp_path:
 def counted(folder: str, config: dict[str, Any], machines: str) -> tuple[list[Counter[tuple[str, bool]]], int, int]:
     """By step, how often each unit was gathered, over W and over G; bytes of the copies as planned; ranks of G."""
     _on_machines(machines)
-    counts, submit = [], RankExchange.submit
+    counts, submit = [], CollectiveQueue.submit
 
-    def counting(self: RankExchange, operation: Any) -> Any:
+    def counting(self: CollectiveQueue, operation: Any) -> Any:
         if isinstance(operation.collective, AllGather) and counts:
             counts[-1][operation.name, operation.collective.near] += 1
         return submit(self, operation)
 
-    RankExchange.submit = counting  # type: ignore[method-assign]
+    CollectiveQueue.submit = counting  # type: ignore[method-assign]
     model = offloaded(folder, config)
     optim = infinity.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):

@@ -282,7 +282,8 @@ def test_how_many_fit_is_what_the_plan_leaves_by_what_one_keeps(small: Small) ->
     kept: set[tuple[int, int]] = set()
     infinity.close(model)
     plain, _ = made(lambda: models.llama(8), "nothing", torch.bfloat16)
-    weights = {parameter.untyped_storage()._cdata for parameter in plain.parameters()}
+    others = [*plain.parameters(), *plain.buffers(), *batches[0].values()]
+    weights = {each.untyped_storage()._cdata for each in others}
     head: list[int] = []
     plain.model.layers[7].register_forward_pre_hook(lambda *_: head.append(sum(nbytes for _, nbytes in kept)))
 

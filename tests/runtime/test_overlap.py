@@ -25,7 +25,7 @@ from infinity.io.directory import generations_in
 from infinity.io.manifest import read_manifest
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of

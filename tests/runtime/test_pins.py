@@ -20,7 +20,7 @@ from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, PlanError, ResumeError, StoreNotEmptyError
 from infinity.io import atomic_file
 from infinity.io.directory import generations_in, pinned_in
-from infinity.io.pins import MARKER_NAME, PINS_NAME
+from infinity.io.generation_pins import MARKER_NAME, PINS_NAME
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 from tests.conftest import states_of, weights_of
 
@@ -104,7 +104,10 @@ def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(
     assert same(again.bits, expected)
     assert pinned(again.model) == {folder: 2}
     again.to(3).end()
-    assert "the run resumes from generation 2; generation 7 is newer and is removed (" in caplog.text
+    assert (
+        f"the run resumes from generation 2, of {folder}; generation 7 is of a step that the run computes again, to "
+        f"the same bits if the script is unchanged, and is removed ({tmp_path / 'swap'}/generation-"
+    ) in caplog.text
     assert "damaged" not in caplog.text
 
 
@@ -117,7 +120,7 @@ def test_a_newer_generation_that_a_folder_pins_is_not_called_removed(
     newer = run.to(4).save()
     run.end()
     Run(tmp_path, folder=folder).to(3).end()
-    assert "the run resumes from generation 2; generation 4 is newer and stays for its checkpoint folder" in caplog.text
+    assert "unchanged, and stays for its checkpoint folder" in caplog.text
     assert "removed" not in caplog.text
     again = Run(tmp_path, folder=newer)
     assert again.done == 4
@@ -296,6 +299,20 @@ def test_a_pinned_store_on_two_disks_goes_with_the_command_that_its_error_names(
         assert not pinned_in(tmp_path / "a")
     else:
         Run(tmp_path, nvme=nvme).end()
+
+
+def test_a_store_that_another_run_uses_is_refused_before_the_script_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path).to(1)
+    folder = run.save()
+    (tmp_path / "swap.json").write_text(json.dumps(run.config))
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'started')!r}, 'w').close()\n")
+    line = ["run", "--resume", str(folder), str(tmp_path / "swap.json"), str(tmp_path / "script.py")]
+    assert main(line) == 2
+    assert f"error: the swap directory {tmp_path / 'swap'} is in use by a run" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
+    run.end()
 
 
 def test_a_marker_leads_to_its_generation_or_says_why_not(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from infinity.coordinator import registry
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, loss_of

@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.access.exact import exact_value
-from infinity.coordinator import registry, written_masters
+from infinity.coordinator import masters_before_write, registry
 from tests.runtime.gathering import PLACES
 
 
@@ -122,7 +122,7 @@ def test_masters_that_are_too_many_to_keep_are_named_when_their_weights_are_put_
     model: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     caplog.set_level(logging.WARNING, "infinity")
-    monkeypatch.setattr(written_masters, "available_device_bytes", lambda device: 1000)
+    monkeypatch.setattr(masters_before_write, "available_device_bytes", lambda device: 1000)
     with infinity.gathered(model):
         kept = model.embed.weight.detach().clone()
     write(model, lambda weight: weight.add_(0.25))

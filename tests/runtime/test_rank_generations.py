@@ -25,7 +25,7 @@ from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
 from infinity.io import atomic_file
 from infinity.ranks.paths import rank_path, rank_paths
 from infinity.runtime.pins import pin
-from infinity.sharded.stores import counts_in
+from infinity.sharded.rank_stores import counts_in
 from tests import sampling
 from tests.checkpoint.test_export import flip
 from tests.crash.job import kind_of

@@ -25,8 +25,8 @@ from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
 from infinity.integrations import checkpoint_folders
 from infinity.io import atomic_file
 from infinity.io.directory import generations_in
+from infinity.io.generation_pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
 from infinity.io.manifest import manifest_bytes
-from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
 from infinity.ranks import world
 from infinity.ranks.paths import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin

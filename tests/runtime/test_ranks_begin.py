@@ -17,6 +17,7 @@ import infinity
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError
 from infinity.ranks.paths import rank_paths
 from tests.models import llama
+from tests.ranks.tasks import Lines
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
 
@@ -31,23 +32,14 @@ def weights_of(model: Any) -> dict[str, str]:
         return {name: digest(parameter) for name, parameter in model.named_parameters()}
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def unseeded(folder: str) -> tuple[dict[str, str], list[str]]:
-    heard = _Heard()
+    heard = Lines()
     logging.getLogger("infinity").addHandler(heard)
     logging.getLogger("infinity").setLevel(logging.WARNING)
     model = offloaded(folder, TIERS[3], seed=dist.get_rank())
     weights = weights_of(model)
     infinity.close(model)
-    return weights, heard.lines
+    return weights, heard.messages
 
 
 def test_a_model_that_was_not_seeded_begins_with_the_values_of_rank_0(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, PeerError, PlanError, ResumeError
 from infinity.plan import planner
-from infinity.sharded.stores import steps_of
+from infinity.sharded.rank_stores import steps_of
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import (
     TIERS,

@@ -17,7 +17,7 @@ from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of

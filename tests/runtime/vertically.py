@@ -47,6 +47,8 @@ def grads(model: Any) -> dict[str, torch.Tensor]:
     coordinator, found = registry.coordinator_of(model), {}
     coordinator.gradients.synchronize()
     for _, place in coordinator.places():
+        if not place.group.trainable:
+            continue
         group = coordinator.gradients.of(place)
         if place.spec.name in group.present:
             flat = torch.frombuffer(bytearray(group._range(place.spec)), dtype=group.dtype)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from infinity.base.accelerator import DeviceFunctionTable
-from tests.sim.clocks import NATIVE, Access, Actor, Order, Unordered, place
+from tests.sim.clocks import NATIVE, Access, Actor, Order, Snapshot, Unordered, place
 from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, SimStream, Wait
 from tests.sim.slab import POISON, Slab
 
@@ -161,11 +161,43 @@ class SimAccelerator:
             for event in after:
                 self.queue_wait(on, event, self.host)
             nbytes = into.numel() * into.element_size()
-            if nbytes:
+            of_torch = [each for each in (into, source) if not self.knows(each.data_ptr())] if nbytes else []
+            if of_torch and not self._refuse and not any(self.slab_at(each.data_ptr()) for each in (into, source)):
+                self._copy_for_torch(into, source, nbytes, on)
+            elif nbytes:
                 self.queue_copy(into.data_ptr(), source.data_ptr(), nbytes, on, self.host)
             event = self._event()
             self.queue_record(event, on, self.host)
             return event
+
+    def _copy_for_torch(self, into: torch.Tensor, source: torch.Tensor, nbytes: int, on: SimStream) -> None:
+        """Queue a copy between pinned memory and a tensor of the model, whose memory torch allocates for kernels.
+
+        The copy must be ordered behind all kernels of the thread's stream so far. The memory may be freed only when
+        this stream or the host is ordered behind the copy, because torch then gives the memory to other kernels of this
+        stream. Memory that is copied to has no values before.
+        """
+        up = self.is_pinned(source.data_ptr(), source.data_ptr() + nbytes)
+        tensor, compute = (into if up else source), self.current().actor
+        if on.actor.clock.get(compute.index, 0) < compute.now - 1:
+            self.found(Misuse("a copy of a tensor is not ordered behind the kernels"))
+        if up:
+            into.fill_(POISON)
+        self.queue_copy(into.data_ptr(), source.data_ptr(), nbytes, on, self.host, of_torch="into" if up else "source")
+        snapshot = self.order.snapshot(on.actor)
+        begin = tensor.data_ptr()
+        weakref.finalize(tensor.untyped_storage(), self._freed_by_torch, begin, begin + nbytes, snapshot, on, compute)
+
+    def _freed_by_torch(self, begin: int, end: int, snapshot: Snapshot, on: SimStream, compute: Actor) -> None:
+        """Forget the uses of the memory: a device's allocator gives it only to kernels of the same stream."""
+        with self.lock:
+            self.order.memory.forget(begin, end)
+            if not any(self.order.knows(actor, snapshot) for actor in (compute, self.host)):
+                self.errors.append(Misuse("a tensor was freed while a copy may use its memory"))
+                self._queues.drain(on)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Do nothing: torch frees the memory of the simulation when no tensor uses it, and knows no streams."""
 
     def pin(self, address: int, nbytes: int) -> str:
         with self._called():
@@ -209,6 +241,13 @@ class SimAccelerator:
         did before.
         """
         self.request_of = request_of
+
+    def kernel_runs(self) -> None:
+        """Record that a kernel runs on the thread's stream. Only copies that are ordered behind the kernel may use its
+        results (_copy_for_torch).
+        """
+        actor = self.current().actor
+        actor.clock[actor.index] += 1
 
     @contextmanager
     def on(self, stream: SimStream) -> Iterator[None]:
@@ -318,8 +357,9 @@ class SimAccelerator:
         on.queue.append(Wait(recording))
         self._queues.queued(on)
 
-    def queue_copy(self, into: int, source: int, nbytes: int, on: SimStream, by: Actor) -> None:
-        up, down = self.slab_at(into) is not None, self.slab_at(source) is not None
+    def queue_copy(self, into: int, source: int, nbytes: int, on: SimStream, by: Actor, *, of_torch: str = "") -> None:
+        up = of_torch == "into" or self.slab_at(into) is not None
+        down = of_torch == "source" or self.slab_at(source) is not None
         direction = "within" if up and down else "up" if up else "down"
         if not (up or down):
             self.found(Misuse("a copy from host to host"))

@@ -11,8 +11,8 @@ import pytest
 
 from infinity.plan import planner
 from infinity.plan.gradient_ring import RingSize, rings_of
-from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, TierSplit
-from infinity.plan.plan_input import PlanInput
+from infinity.plan.placement import TierSplit
+from infinity.plan.plan_input import WEIGHT_SHARE_OF_DEVICE, PlanInput
 from infinity.state.discover import HookedModule
 from infinity.tiers import resources
 from tests.sim.accelerator import Misuse, SimAccelerator

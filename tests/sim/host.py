@@ -2,8 +2,8 @@
 
 Each request is a separate actor. A request is ordered behind everything that the host did before the submission, and
 behind the requests after which it must begin. The host is ordered behind a request when `done` returns true, when the
-host waits for the request, or when the host drops the request's future, because dropping a future waits. This order is
-known when a request is submitted, and all memory that the request may access is known, too.
+host waits for the request, or when the host drops the future of a request with memory, because this waits. This order
+is known when a request is submitted, and all memory that the request may access is known, too.
 
 A canceled request may end before the requests after which it was to begin. Therefore the end of a canceled request
 orders the host behind the request's own uses, and behind nothing else.
@@ -78,11 +78,12 @@ class Requests:
     def use(self, actor: Actor, memory: Memory, text: str, *, write: bool) -> None:
         self.sim.uses(*memory, write=write, text=text, actor=actor)
 
-    def submitted(self, future: Any, actor: Actor) -> Any:
+    def submitted(self, future: Any, actor: Actor, *, has_memory: bool = True) -> Any:
         """Record that a request was submitted. All uses of the request are declared already."""
         with self.sim.lock:
             end = self._ends[future] = End(actor, self.sim.order.end(actor))
-        weakref.finalize(future, self._host_knows, end)
+        if has_memory:
+            weakref.finalize(future, self._host_knows, end)
         return future
 
     def canceled(self, future: Any) -> None:
@@ -326,7 +327,7 @@ def _follow_landings(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> Non
             if source is not None:
                 requests.use(actor, memory_of(source), "landing", write=False)
             requests.use(actor, memory_of(made["target"]), "landing", write=source is not None)
-        future = requests.submitted(land(landings, event, pieces), actor)
+        future = requests.submitted(land(landings, event, pieces), actor, has_memory=bool(pieces))
         before[landings] = dict(actor.clock)
         return future
 

@@ -32,9 +32,11 @@ POLICIES = [LAZY, EAGER, random_policy(1)]
 TIERS = [("host", "host"), ("host", "nvme"), ("nvme", "nvme")]
 
 
-def offloaded(tiers: tuple[str, str], directory: Path, *, slots: int = 2, **config: Any) -> Blocks:
+def offloaded(
+    tiers: tuple[str, str], directory: Path, *, slots: int = 2, experts: bool = False, **config: Any
+) -> Blocks:
     """Return an offloaded model. The device has room for `slots` units."""
-    model = Blocks(torch.bfloat16)
+    model = Blocks(torch.bfloat16, experts=experts)
     unit = 4 * WIDTH * WIDTH + 4096
     memory = {"device": (slots + 3) * unit, "host": "64MiB"}
     weights, optimizer = tiers
@@ -77,8 +79,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Bits of the weights after the steps on the CPU, by tiers."""
 
     @functools.cache
-    def of(tiers: tuple[str, str], micro_batches: int = 1) -> dict[str, torch.Tensor]:
-        model = offloaded(tiers, tmp_path_factory.mktemp("cpu"))
+    def of(tiers: tuple[str, str], micro_batches: int = 1, experts: bool = False) -> dict[str, torch.Tensor]:
+        model = offloaded(tiers, tmp_path_factory.mktemp("cpu"), experts=experts)
         train_through(model, itertools.repeat(contextlib.nullcontext()), [], micro_batches)
         found = bits(model)
         infinity.close(model, discard=True)
@@ -132,16 +134,17 @@ def not_sent(nth: int) -> Failing:
 
 
 @pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_no_memory_for_an_upload_leaks_nothing_and_the_step_can_be_done_again(
-    policy: Any, tiers: tuple[str, str], undisturbed: Any, tmp_path: Path
+    policy: Any, tiers: tuple[str, str], experts: bool, undisturbed: Any, tmp_path: Path
 ) -> None:
-    expected = undisturbed(tiers)
+    expected = undisturbed(tiers, experts=experts)
     draw = random.Random(str(tiers))
     with simulated(policy):
-        model = offloaded(tiers, tmp_path / "sim")
-        failing = (no_memory(draw.randint(1, 8)) for _ in range(STEPS))
+        model = offloaded(tiers, tmp_path / "sim", experts=experts)
+        failing = (no_memory(draw.randint(1, 20 if experts else 8)) for _ in range(STEPS))
         disturbances = itertools.chain(failing, itertools.repeat(contextlib.nullcontext()))
         assert train_through(model, disturbances, [torch.OutOfMemoryError]) > 0
         require_bits(model, expected)
@@ -187,11 +190,12 @@ def test_ctrl_c_at_any_line_leaks_nothing_and_the_step_can_be_done_again(
     nth: int, ctrl_c: CtrlC, undisturbed: Any, tmp_path: Path
 ) -> None:
     draw = random.Random(f"{sampling.SEED} {nth}")
-    tiers = draw.choice(TIERS)
-    expected = undisturbed(tiers)
+    tiers, experts = draw.choice(TIERS), nth % 2 == 1
+    expected = undisturbed(tiers, experts=experts)
     with simulated(draw.choice(POLICIES)):
-        model = offloaded(tiers, tmp_path / "sim", overlap=draw.choice(["auto", "during_backward"]))
-        lines = [draw.randint(1, 9000) for _ in range(STEPS)]
+        overlap = draw.choice(["auto", "during_backward"])
+        model = offloaded(tiers, tmp_path / "sim", experts=experts, overlap=overlap)
+        lines = [draw.randint(1, 20_000 if experts else 9000) for _ in range(STEPS)]
         disturbances = itertools.chain(map(ctrl_c.at_line, lines), itertools.repeat(contextlib.nullcontext()))
         train_through(model, disturbances, [KeyboardInterrupt])
         require_bits(model, expected)

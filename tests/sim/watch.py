@@ -3,7 +3,7 @@
 A dispatch mode logs, before each operation of aten, the memory that the operation reads and writes. Memory in a slab,
 such as slots and the ring, is used on the thread's stream; pinned memory is used by the host. A mode belongs to one
 thread. torch passes it to the autograd engine's threads together with the graph; in a simulation, every thread that
-starts, runs a module or calls backward also gets the mode.
+starts, runs a module, calls backward or computes sums of squares also gets the mode.
 
 Undeclared uses are detected. An undeclared write is detected by comparison with the simulation's copy of the slab
 (SimAccelerator.require_told). An undeclared read in a slab that is shut ends the process (slab.py).
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from infinity.units.resident_gradients import ResidentSums
 from tests.sim.accelerator import SimAccelerator
 
 _METADATA = {
@@ -77,6 +78,8 @@ class Watch(TorchDispatchMode):
         plan = _plans.get(func)
         if plan is None:
             plan = _plans[func] = _Plan(func)
+        if plan.touches:
+            self.sim.kernel_runs()
         with torch._C.DisableTorchFunctionSubclass():  # torch's own dispatch has already happened
             used = list(self._used(plan, args, kwargs)) if plan.touches else []
             if not used:
@@ -142,3 +145,5 @@ def watch_every_thread(monkeypatch: pytest.MonkeyPatch, sim: SimAccelerator) -> 
     monkeypatch.setattr(torch.autograd, "backward", within(torch.autograd.backward))
     monkeypatch.setattr(torch.autograd, "grad", within(torch.autograd.grad))
     monkeypatch.setattr(nn.Module, "__call__", within(nn.Module.__call__))
+    # torch switches the modes off while it calls this through a gradient handle
+    monkeypatch.setattr(ResidentSums, "compute", within(ResidentSums.compute))

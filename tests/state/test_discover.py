@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.state.discover import discover
-from infinity.state.unit import ParameterFacts, UnitParameters, build_unit
+from infinity.state.unit import ParameterFacts, PartialUnit, build_unit
 from tests.models import ARCHITECTURES, llama, mixtral, t5, tied_llama
 
 
@@ -70,7 +70,7 @@ def test_a_large_module_outside_the_blocks_is_its_own_unit() -> None:
 
 
 def test_groups_are_by_dtype_with_trained_ones_first() -> None:
-    found = UnitParameters(
+    found = PartialUnit(
         "u",
         {
             "frozen": nn.Parameter(torch.zeros(5), requires_grad=False),

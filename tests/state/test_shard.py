@@ -10,9 +10,9 @@ from torch import nn
 
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.shard import SHARD_NUMEL, RankPartition, Shard, slices_of
 from infinity.state.unit import Unit
+from infinity.state.update_request import GroupUpdate, SegmentRequest
 from tests.sampling import number
 
 

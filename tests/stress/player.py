@@ -23,7 +23,7 @@ from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.models import loss_of
 from tests.stress.interrupts import CtrlC

@@ -91,9 +91,7 @@ def _require_same(player: Player, wanted: Outcome) -> None:
 
 
 def _digest_of(player: Player) -> str:
-    """Return the digest. Return the digest of the model's states. If the transfer that was made to fail is hit
-    meanwhile, try again.
-    """
+    """Return the digest of the model's states. If the transfer that was made to fail occurs meanwhile, try again."""
     try:
         return digest_of(player.model)
     except infinity.SwapIOError:

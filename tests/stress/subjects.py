@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.mixture import Mixture
 from tests.models import Batch, gpt2, llama, mixed, mixtral, t5
 
 
@@ -48,6 +49,12 @@ class Checkpointed(nn.Module):
         return (x**2).mean()
 
 
+def _apart(shared: bool) -> tuple[nn.Module, Batch]:
+    model = Checkpointed(reentrant=False)
+    model.blocks[1] = Mixture(48, experts=8, each=2, shared=shared)
+    return model, _x(32)
+
+
 def _x(width: int) -> Batch:
     return {"x": torch.randn(8, width, generator=torch.Generator().manual_seed(3))}
 
@@ -78,8 +85,10 @@ SUBJECTS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "odd": lambda: (Odd(), _x(48)),
     "checkpointed": lambda: (Checkpointed(reentrant=False), _x(32)),
     "checkpointed_reentrant": lambda: (Checkpointed(reentrant=True), _x(32)),
+    "experts": lambda: _apart(shared=False),
+    "shared_expert": lambda: _apart(shared=True),
 }
-OWN_DTYPES = ("mixed", "odd", "checkpointed", "checkpointed_reentrant")
+OWN_DTYPES = ("mixed", "odd", "checkpointed", "checkpointed_reentrant", "experts", "shared_expert")
 
 
 def make(name: str, dtype: torch.dtype) -> tuple[Any, Batch]:

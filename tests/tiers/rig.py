@@ -17,6 +17,7 @@ from infinity.io.store import Extent
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.downloads import GradientQueue, WeightsDownloads
 from infinity.tiers.slab import Slab
+from infinity.tiers.state_writer import StateWriter
 from infinity.tiers.uploads import UploadQueue
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.queues import LAZY, Policy
@@ -34,7 +35,7 @@ def aligned(nbytes: int) -> torch.Tensor:
 class FileStore:
     """A store of one file of random bytes, in which each extent begins at its first copy's offset."""
 
-    def __init__(self, path: Path, faults: Sequence[_native.Fault] = ()) -> None:
+    def __init__(self, path: Path, faults: Sequence[_native.Fault] = (), deadline_s: float = 60.0) -> None:
         generator = torch.Generator().manual_seed(0)
         self.bytes = aligned(FILE_PAGES * PAGE_BYTES).random_(0, 255, generator=generator)
         self.file = _native.File(str(path), create=True)
@@ -45,13 +46,19 @@ class FileStore:
         assert written.wait(60)
         assert written.failure() is None
         writer.close()
-        self.engine = _native.IOEngine("auto", faults=list(faults))
+        self.engine = _native.IOEngine("auto", faults=list(faults), deadline_s=deadline_s)
 
     def place(self, extent: Extent, copy: int | None) -> tuple[_native.File, int]:
         return self.file, extent.offset if copy is None else extent.offsets[copy]
 
     def transfer(self, future: Any, extent: Extent) -> Transfer:
         return transfer(future, extent.unit, extent.state)
+
+    def write(
+        self, extent: Extent, data: Any, *, at: int, io_class: Any, copy_index: int, after: Any = None
+    ) -> Transfer:
+        offset = extent.offsets[copy_index] + at
+        return self.transfer(self.engine.write(self.file, offset, data, io_class, after=after), extent)
 
     def close(self) -> None:
         self.engine.close()
@@ -79,6 +86,7 @@ class Rig:
         self.downloads: list[GradientQueue] = []
         self._uploads: list[UploadQueue] = []
         self._weights: list[WeightsDownloads] = []
+        self._states: list[StateWriter] = []
         self._note_waits()
 
     def _note_waits(self) -> None:
@@ -106,8 +114,8 @@ class Rig:
         """For queues that are opened from now on, give native threads an error when they wait for an event."""
         self.gate = self._open_gate(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda event: error))
 
-    def open_store(self, folder: Path, faults: Sequence[_native.Fault] = ()) -> Any:
-        self.store = FileStore(folder / "swap", faults)
+    def open_store(self, folder: Path, faults: Sequence[_native.Fault] = (), deadline_s: float = 60.0) -> Any:
+        self.store = FileStore(folder / "swap", faults, deadline_s)
         return self.store
 
     def uploads(self) -> UploadQueue:
@@ -131,8 +139,16 @@ class Rig:
         self._weights.append(made)
         return made
 
+    def states(self, pages: int) -> StateWriter:
+        """Return a queue of states to the store, through a ring of `pages` pages of host memory."""
+        ring = self.arena.lease(pages * PAGE_BYTES, "states from the device").space()
+        store: Any = self.store
+        made = StateWriter(self.sim, self.gate, ring, self.pool, store)
+        self._states.append(made)
+        return made
+
     def close(self) -> None:
-        for queue in (*self._uploads, *self.downloads, *self._weights):
+        for queue in (*self._uploads, *self.downloads, *self._weights, *self._states):
             queue.close()
         if self.store is not None:
             self.store.close()

@@ -29,7 +29,7 @@ def test_a_state_is_asked_for_where_it_is() -> None:
     )
     assert (stored.in_memory, held.in_memory) == (False, True)
     assert held.view().nbytes == 8
-    with pytest.raises(AssertionError, match="lives in the store has no memory"):
+    with pytest.raises(AssertionError, match="not in RAM has no view"):
         stored.view()
     with pytest.raises(AssertionError, match="without a place in the store"):
         held.stored()

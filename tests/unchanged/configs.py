@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
 """Device memory. Half of this memory is for weights, and the model has weights of 5.6 MB in fp32, or 2.8 MB in bf16."""

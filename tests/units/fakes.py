@@ -14,15 +14,15 @@ from infinity.io.arena import ArenaRegion
 from infinity.io.store import Extent
 from infinity.ranks.world import SingleProcessWorld
 from infinity.sizes import PAGE_BYTES
-from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.shard import RankPartition, Shard
 from infinity.state.unit import FlatParameterGroup, ParameterSpec, Unit
-from infinity.tiers.home import GroupStates, StateHome, UnitHomes, WeightsHome
+from infinity.state.update_request import GroupUpdate, SegmentRequest
+from infinity.tiers.home import GroupStateHomes, StateHome, UnitHomes, WeightsHome
 from infinity.units.arrivals import GradientArrivals
 from infinity.units.health import ModelHealth
 from infinity.units.parameters import ParameterViews
 from infinity.units.released_parameters import released_class
-from infinity.units.shadows import ShadowMemory
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UpdateTransfer
 from tests.tiers.fakes import CANCELED, Store, UpdateFuture, extent
@@ -69,7 +69,7 @@ def homes_of(
     return UnitHomes(
         WeightsHome(of_weights, unit.weight_bytes),
         {
-            index: GroupStates(
+            index: GroupStateHomes(
                 "weight", "fp32", None, home("exp_avg", index, states), home("exp_avg_sq", index, states), None, None
             )
             for index in range(len(unit.groups))
@@ -114,6 +114,7 @@ class Gradients:
             )
             for index in range(len(unit.groups))
         }
+        self.in_host_memory = self.groups.__getitem__
 
 
 class Pipeline:
@@ -197,13 +198,15 @@ def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True
     )
 
 
-def no_shadows(pipeline: Pipeline) -> ShadowMemory:
+def no_shadows(pipeline: Pipeline) -> SpeculativeUpdateBuffers:
     native: Any = pipeline
     space: Any = None
-    return ShadowMemory(space, native, 0, [])
+    return SpeculativeUpdateBuffers(space, native, 0, [])
 
 
-def offloaded(unit: Unit, homes: UnitHomes, shadows: ShadowMemory, health: ModelHealth | None = None) -> OffloadedUnit:
+def offloaded(
+    unit: Unit, homes: UnitHomes, shadows: SpeculativeUpdateBuffers, health: ModelHealth | None = None
+) -> OffloadedUnit:
     gradients: Any = Gradients(unit)
     views = ParameterViews(unit, parameters_of(unit), RELEASED)
     shard = Shard(unit, RankPartition(1, 0))

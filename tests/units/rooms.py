@@ -11,7 +11,7 @@ from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import Written
 from infinity.tiers.home import WeightsHome
-from infinity.units.fetch_rules import FetchRules, LocalFetchRules
+from infinity.units.fetch_rules import FetchRules, SingleProcessFetchRules
 from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import pages
@@ -109,7 +109,7 @@ def alone(
     space = pages(sum(sizes))
     units = [offloaded(unit, homes_of(unit, space if unit.index in in_ram else None), shadows) for unit in made]
     updates: Any = NoUpdates(units)
-    return Fetcher(units, below, updates, Timeline(), pool, policy or LocalFetchRules()), pool
+    return Fetcher(units, below, updates, Timeline(), pool, policy or SingleProcessFetchRules()), pool
 
 
 def brought(room: Fetcher, *indices: int) -> None:

@@ -16,7 +16,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.tiers.destination import StateDestination
 from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitUpdate
+from infinity.units.update import UnitUpdate, UpdateState
 from infinity.units.weights import Residency
 from tests.tiers.fakes import UpdateFuture, few
 from tests.units.fakes import (
@@ -222,6 +222,21 @@ def test_a_decided_update_bumps_the_version_of_the_weights() -> None:
     room, _ = alone(budget=4, sizes=(2, 2), in_place=False)
     brought(room, 0)
     assert decided(room).weights.version == 1
+
+
+def test_a_unit_that_was_not_used_since_its_update_gives_up_its_slot_if_the_next_update_moves_its_weights() -> None:
+    room, _ = alone(budget=4, sizes=(2, 2))
+    brought(room, 0)
+    unit = decided(room)
+    unit.finish_update()
+    assert unit.weights.residency is Residency.UPDATING
+    update = UnitUpdate("0", wanted(unit.full), {}, committed=False, speculated=True)
+    update.moves_weights = True
+    update.transfers[0] = under_way(UpdateFuture())
+    unit.begin_update(update)
+    update.to(UpdateState.DECIDED)
+    room.update_decided(unit)
+    assert unit.weights.residency is Residency.RELEASED
 
 
 def test_views_of_a_slot_that_was_given_up_keep_its_memory_until_they_are_gone() -> None:

@@ -20,7 +20,7 @@ from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import ParameterPlace, Unit
 from infinity.tiers.downloads import GradientLanding
 from infinity.tiers.landing_window import LandingWindow
-from infinity.units.gradients import GroupGradients, LocalGradients, UnitGradients
+from infinity.units.gradients import GroupGradients, SingleProcessGradients, UnitGradients
 from tests.sim.host import follow_the_host
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.sim.watch import watched
@@ -101,6 +101,7 @@ class GradientsMachine(RuleBasedStateMachine):
             group_of(home=home, window=window) if self.rig is None else queued(self.rig, home=home, window=window)
         )
         self.sums: dict[str, float] = {}
+        self.zeros: set[str] = set()
 
     def teardown(self) -> None:
         with self.entered:
@@ -125,7 +126,18 @@ class GradientsMachine(RuleBasedStateMachine):
         adds = accumulate and spec.name in self.sums
         self.group.land(spec, gradient(value), accumulate=accumulate, more=more)
         self.sums[spec.name] = self.sums.get(spec.name, 0.0) * adds + value
-        assert self.group.dtype is torch.float32 or not adds
+        assert self.group.dtype is torch.float32 or not adds or spec.name in self.zeros
+        self.zeros.discard(spec.name)
+
+    @rule(which=st.integers(0, 1), accumulate=st.booleans())
+    def land_zeros(self, which: int, accumulate: bool) -> None:
+        spec = SPECS[which]
+        zeros = torch.sparse_coo_tensor(size=spec.shape, dtype=torch.bfloat16, check_invariants=False)
+        self.group.land(spec, zeros, accumulate=accumulate)
+        if not (accumulate and spec.name in self.sums):
+            self.sums[spec.name] = 0.0
+            self.zeros.add(spec.name)
+        assert self.zeros == self.group.zeros
 
     @rule()
     def leave(self) -> None:
@@ -139,15 +151,26 @@ class GradientsMachine(RuleBasedStateMachine):
     def drop(self, which: int) -> None:
         self.group.drop(SPECS[which].name)
         self.sums.pop(SPECS[which].name, None)
+        self.zeros.discard(SPECS[which].name)
 
     @rule()
     def forget(self) -> None:
         self.group.forget()
         self.sums.clear()
+        self.zeros.clear()
 
     @precondition(lambda self: self.sums)
     @rule()
+    def the_values_are_known(self) -> None:
+        for spec in SPECS:
+            if spec.name in self.sums:
+                assert (self.group.value(spec) == self.sums[spec.name]).all()
+
+    @precondition(lambda self: self.sums.keys() > self.zeros)
+    @rule()
     def the_values_are_there(self) -> None:
+        self.group._write_zeros()
+        self.zeros.clear()
         self.group.wait_landed()
         flat = torch.frombuffer(self.group._view(), dtype=self.group.dtype)
         for spec in SPECS:
@@ -192,6 +215,25 @@ def test_gradients_of_a_unit_go_down_in_one_copy_and_the_host_waits_for_none(rig
     group.send()
     assert (rig.sim.counts["copies down"], rig.sim.counts["synchronize"]) == (1, 0)
     assert [group.sum_squares(spec) for spec in SPECS] == [SPECS[0].numel, 4.0 * SPECS[0].numel]
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_an_update_with_gradients_of_zeros_reads_no_gradient(rig: Rig, window: int) -> None:
+    group = queued(rig, home=2 - window, window=window)
+    for spec in SPECS:
+        group.land(
+            spec,
+            torch.sparse_coo_tensor(size=spec.shape, dtype=torch.bfloat16, check_invariants=False),
+            accumulate=False,
+        )
+    group.begin_spill()
+    group.send()
+    group.stream()
+    assert (rig.sim.counts["copies down"], group.landing_futures()) == (0, [])
+    assert [group.sum_squares(spec) for spec in SPECS] == [0.0, 0.0]
+    group.land(SPECS[0], gradient(2.0), accumulate=True)
+    assert (group.dtype, group.sum_squares(SPECS[0])) == (torch.bfloat16, 4.0 * SPECS[0].numel)
+    assert (group.value(SPECS[1]) == 0).all()
 
 
 def test_a_second_gradient_of_a_parameter_sends_the_first(rig: Rig) -> None:
@@ -347,7 +389,7 @@ def test_what_is_not_finite_is_named(bad: float) -> None:
     group.land(SPECS[1], broken, accumulate=False)
     assert [group.sum_squares(spec) < float("inf") for spec in SPECS] == [True, False]
     assert not group.finite
-    gradients = LocalGradients([UnitGradients(UNIT, {0: group})], None, lambda _: None)
+    gradients = SingleProcessGradients([UnitGradients(UNIT, {0: group})], None, lambda _: None)
     places = [ParameterPlace(UNIT, 0, spec) for spec in SPECS]
     assert gradients.sum_squares(places[:1]) == (SPECS[0].numel, "")
     assert gradients.sum_squares(places)[1] == SPECS[1].name
@@ -368,7 +410,7 @@ def spilling() -> SimpleNamespace:
         place = extent(unit.name, "grad", count=2, copies=1)
         groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, None, pool()))
     of_units = [UnitGradients(unit, {0: group}) for unit, group in zip(units, groups, strict=True)]
-    gradients = LocalGradients(of_units, landing, lambda _: None)
+    gradients = SingleProcessGradients(of_units, landing, lambda _: None)
     return SimpleNamespace(store=native, landing=landing, units=units, groups=groups, all=gradients, of_units=of_units)
 
 

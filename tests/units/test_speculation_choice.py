@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from infinity.plan.placement import Overlap
-from infinity.units.speculation_choice import SpeculationChoice, TimedChoice, UpdateCounts
+from infinity.units.speculation_choice import SpeculationChoice, TimedSpeculationChoice, UpdateCounts
 
 NONE: set[int] = set()
 
@@ -96,7 +96,7 @@ class Machine:
 
     def __init__(self, during: float, before: float) -> None:
         self._seconds, self._now = {True: during, False: before}, 0.0
-        self.timed = TimedChoice(lambda: self._now)
+        self.timed = TimedSpeculationChoice(lambda: self._now)
 
     def steps(self, count: int) -> list[bool]:
         ways = []
@@ -133,4 +133,4 @@ def test_no_step_is_timed_where_the_config_decides(mode: Overlap) -> None:
     def clock() -> float:
         raise AssertionError
 
-    step(SpeculationChoice(mode, TimedChoice(clock)), wrong=False)
+    step(SpeculationChoice(mode, TimedSpeculationChoice(clock)), wrong=False)

@@ -19,7 +19,7 @@ from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination
 from infinity.tiers.home import StateHome
 from infinity.units.health import ModelHealth
-from infinity.units.shadows import ShadowMemory
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateState
 from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, extent, few, nobody_waits, pages
@@ -37,7 +37,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.in_ram = in_ram
         self.resting_bytes = (PAGES * in_ram + 2 * PAGES * states_in_ram) * PAGE_BYTES
         self.space = pages(6 * PAGES)
-        self.shadows = ShadowMemory(self.space, pipeline, self.resting_bytes, [])
+        self.shadows = SpeculativeUpdateBuffers(self.space, pipeline, self.resting_bytes, [])
         self.health = ModelHealth(SingleProcessWorld())
         space = self.space
         self.homes = homes_of(unit_of(0, GROUPS), space if in_ram else None, space if states_in_ram else None)
@@ -257,7 +257,7 @@ def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
 def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, ModelHealth]:
     native: Any = Pipeline()
     space, health = pages(2), ModelHealth(SingleProcessWorld())
-    shadows = ShadowMemory(space, native, 0, [])
+    shadows = SpeculativeUpdateBuffers(space, native, 0, [])
     homes = homes_of(unit_of(0), space if in_ram else None, kept=True)
     return offloaded(unit_of(0), homes, shadows, health), health
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from infinity.errors import SwapIOError
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.slots import HostSlot
-from infinity.units.shadows import ShadowMemory
+from infinity.units.speculative_update_buffers import SpeculativeUpdateBuffers
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate
 from infinity.units.update_queue import UpdateQueue
@@ -42,7 +42,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         self.below = resources()
         self.pipeline = self.below.pipeline
         self.space = space = pages(2 * len(IN_RAM) + 4 * len(STATES_IN_RAM) + SHADOW_PAGES)
-        self.shadows = ShadowMemory(space, self.pipeline, SHADOW_PAGES * PAGE_BYTES, [2 * PAGE_BYTES])
+        self.shadows = SpeculativeUpdateBuffers(space, self.pipeline, SHADOW_PAGES * PAGE_BYTES, [2 * PAGE_BYTES])
         self.units = [self._unit(index, space) for index in range(COUNT)]
         self.updates = UpdateQueue(self.below, self.shadows)
         self.begun: list[int] = []  # units, as their updates began

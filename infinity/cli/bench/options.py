@@ -19,7 +19,4 @@ class BenchOptions:
     size: int = argument("size of the test file (default 2GiB)", types.size(SIZE_MIN), 2 << 30)
     engine: str = argument("default auto", types.word, "auto", choices=("auto", "io_uring", "threads"))
     json: Path | None = argument("write all results as JSON", types.path, metavar="FILE")
-    sustained: bool = argument("instead of the sweep, overwrite until the rate is constant")
-    limit_s: float | None = argument(
-        "maximum duration of --sustained in seconds (default 3600)", types.number(1, 7 * 86400), needs="sustained"
-    )
+    sustained: bool = argument("instead of the sweep, overwrite until the rate is constant, for an hour at most")

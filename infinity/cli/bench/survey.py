@@ -28,6 +28,7 @@ _SAMPLE_S = 0.6
 _SUSTAINED = (1 << 20, 32)
 """Block size and queue depth of --sustained."""
 _LIMIT_S = 3600.0
+"""Maximum duration of --sustained."""
 
 
 def run_survey(options: BenchOptions) -> BenchReport:
@@ -76,7 +77,7 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> DiskReport:
         rig.fill()
         if options.sustained:
             load = Workload("overwrite", *_SUSTAINED, file_bytes, engine)
-            sustained = sustain(rig, load, options.limit_s or _LIMIT_S, _say_minute)
+            sustained = sustain(rig, load, _LIMIT_S, _say_minute)
             if not sustained.settled:
                 _say(
                     "The rate is not constant yet: in each of the last three minutes it should differ by less than 5 % "
@@ -100,7 +101,7 @@ def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
     filled = 2 * file_bytes
     wear = f"{format_bytes(filled + most_written(min(file_bytes, _SAMPLE_BYTES)))} at most, less on a slow disk"
     if options.sustained:
-        longest = f"for up to {options.limit_s or _LIMIT_S:.0f} s: 3.6 TB an hour on a disk that writes 1 GB/s"
+        longest = "for an hour at most: 3.6 TB on a disk that writes 1 GB/s"
         wear = f"{format_bytes(filled)} and then as much as the disk writes, {longest}"
     _say(f"will write to {path}: {wear}")
 

@@ -24,7 +24,7 @@ from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, ROWS, SECTIONS
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
 from infinity.quoting import quoted
-from infinity.strict import parse_json, parse_yaml
+from infinity.strict_parsers import parse_json, parse_yaml
 
 FILE_BYTES_MAX = 1 << 20
 AUTO = "auto"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.deepspeed.config_reader import AUTO, ConfigItem, SourceConfig, nearest_key
-from infinity.cli.deepspeed.keys import KEYS, LOST, SECTIONS, DeepSpeedKey, KeyTreatment
+from infinity.cli.deepspeed.keys import KEYS, SECTIONS, DeepSpeedKey, KeyTreatment
 from infinity.errors import ConfigError, printable
 from infinity.files import require_different, require_possible
 from infinity.quoting import quoted
@@ -36,8 +36,8 @@ _DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
 _COUNT_MAX = 1 << 60
 _WORD_CHARS_MAX = 40
 _STATES_WERE_ON_GPUS = (
-    "The optimizer's states were on the GPUs. Here they are in RAM, and the CPU updates them during the backward pass. "
-    "If RAM is too small for them, add `nvme: {paths: [...]}`."
+    "The optimizer's states were on the GPUs. Here they stay on the GPU for as many units as fit, and the CPU updates "
+    "the other units in RAM. If RAM is too small for these, add `nvme: {paths: [...]}`."
 )
 _FSDP_HAS_NO_NVME = (
     "FSDP does not offload to NVMe. If RAM is too small for weights and states, write `weights: nvme`, `optimizer: "
@@ -47,6 +47,12 @@ _OPEN_BATCH = (
     "The batch sizes are auto: the script's own arguments set them. One process instead of N GPUs needs N times the "
     "gradient accumulation for the same step."
 )
+_LOGARITHMIC = (
+    "scheduler.params.warmup_type is not set, so DeepSpeed's warm-up is logarithmic. Here the warm-up is linear: its "
+    "learning rates are lower until its last step. If you want a linear warm-up, there is nothing to do. For a "
+    "logarithmic one, make the scheduler in the script (torch.optim.lr_scheduler.LambdaLR)."
+)
+_WARMUP = "scheduler.params.warmup_type", "scheduler.params.warmup_num_steps"
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -74,8 +80,9 @@ class KeyFinding:
         shown: the key, as written in the file.
         value: value of the key, shortened.
         fate: the kind of treatment.
-        says: the reason for the treatment, or an instruction for the user. The text does not end with a full stop.
-        to: keys of the swap config, or options of `infinity finetune`.
+        says: the reason for the treatment, or an instruction for the user. The text does not end with a full stop. The
+            report needs no text for keys of the swap config and for keys without an effect.
+        to: options of `infinity finetune`.
         trainer: the corresponding argument of TrainingArguments, with its value if the value is not the key's value.
     """
 
@@ -117,22 +124,31 @@ def convert(source: SourceConfig) -> ConfigConversion:
         ConfigError: a value that determines a key of the swap config is invalid, or NVMe has no path.
     """
     items, conversion = {item.key: item for item in source.items}, ConfigConversion()
-    active = {key: item for key, item in items.items() if key in KEYS and not _why_nothing(KEYS[key], item, items)}
+    active = {key: item for key, item in items.items() if key in KEYS and not _is_idle(KEYS[key], item, items)}
     _add_tiers(conversion, source, items, active)
     _add_disks(conversion, active)
     if any(key in items and items[key].value == AUTO for key in _BATCH):
         conversion.remarks.append(_OPEN_BATCH)
+    if _has_logarithmic_warmup(items):
+        conversion.remarks.append(_LOGARITHMIC)
     for ours in ("ranks.gather", "activations", "frozen", "master", "moments"):
         if found := _meant(active, ours):
             conversion.add(ours, _meaning(found[0]), ", ".join(map(_say, found)), *(item.key for item in found))
     hints = [item for item in source.items if _is_unknown(item)][:HINTS_MAX]
     conversion.findings += [_finding(item, items, conversion.lines, hinted=item in hints) for item in source.items]
-    doubled = "another key sets this, and this key is ignored"
     conversion.findings += [
-        KeyFinding(item.shown, said(item.value), KeyTreatment.NOT_NEEDED, doubled) for item in source.overruled
+        KeyFinding(item.shown, said(item.value), KeyTreatment.NOT_NEEDED) for item in source.overruled
     ]
     conversion.findings.sort(key=lambda each: list(KeyTreatment).index(each.fate))
     return conversion
+
+
+def _has_logarithmic_warmup(items: Mapping[str, ConfigItem]) -> bool:
+    """Return whether a schedule of DeepSpeed has its default warm-up, for which the config has no key."""
+    if "scheduler.type" not in items or not isinstance(words_of(KEYS["scheduler.type"], items), list):
+        return False
+    form, steps = (items[key].value if key in items else None for key in _WARMUP)
+    return form is None and (steps is None or whole_number(steps) != 0)
 
 
 # -- the swap config ---------------------------------------------------------------------------------------------------
@@ -230,22 +246,16 @@ def _finding(
     item: ConfigItem, items: Mapping[str, ConfigItem], lines: list[SwapConfigLine], *, hinted: bool
 ) -> KeyFinding:
     key, value = KEYS.get(item.key), said(item.value)
-    if item.key in SECTIONS:
-        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, "it is empty")
-    if key is None and not _is_unknown(item):
-        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, "it is a comment")
+    if item.key in SECTIONS or (key is None and not _is_unknown(item)):  # an empty section, or a comment
+        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED)
     if key is None:
         near = nearest_key(item.key) if hinted else ""
         hint = f"did you mean {near}?" if near else "infinity does not know this key of DeepSpeed or FSDP"
         return KeyFinding(item.shown, value, KeyTreatment.UNKNOWN, hint if hinted else "")
-    ours = [line.key for line in lines if item.key in line.sources]
-    if ours:
-        return KeyFinding(item.shown, value, KeyTreatment.MAPPED, key.says, ", ".join(ours))
-    nothing = _why_nothing(key, item, items)
-    if key.fate is KeyTreatment.MAPPED:
-        nothing = nothing or (key.unless if not key.values or _meaning(item) else "") or f"{value} changes nothing"
-    if nothing:
-        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED, nothing)
+    if any(item.key in line.sources for line in lines):
+        return KeyFinding(item.shown, value, KeyTreatment.MAPPED)
+    if key.fate is KeyTreatment.MAPPED or _is_idle(key, item, items):
+        return KeyFinding(item.shown, value, KeyTreatment.NOT_NEEDED)
     if key.fate is KeyTreatment.SCRIPT and item.value == AUTO:
         trainer_says = "auto: an argument of the Trainer sets it already"
         return KeyFinding(item.shown, AUTO, KeyTreatment.SCRIPT, trainer_says)
@@ -274,21 +284,16 @@ def _is_unknown(item: ConfigItem) -> bool:
     return item.key not in KEYS and item.key not in SECTIONS and not is_comment
 
 
-def _why_nothing(key: DeepSpeedKey, item: ConfigItem, items: Mapping[str, ConfigItem]) -> str:
-    """Return why the key has no effect in this config; "" if the key has an effect."""
+def _is_idle(key: DeepSpeedKey, item: ConfigItem, items: Mapping[str, ConfigItem]) -> bool:
+    """Return whether the key has no effect in this config."""
     value, (section, _, name) = item.value, item.key.rpartition(".")
     switch = value.get(key.switch, False) if key.switch and isinstance(value, Mapping) else value
-    if value in (None, {}, "none") or (key.switch and switch is False):
-        return "it is off"
-    if value in key.off:  # 0 equals False, as in DeepSpeed
-        return "it is off" if value is False else f"{said(value)} changes nothing"
+    if value in (None, {}, "none", *key.off) or (key.switch and switch is False):  # 0 equals False, as in DeepSpeed
+        return True
     if value == AUTO and key.fate not in (KeyTreatment.SCRIPT, KeyTreatment.NOT_NEEDED):
-        return f"auto: {key.says}" if key.fate in LOST else "auto: infinity chooses"
-    if section in ("fp16", "bf16") and name != "enabled" and key.fate is not KeyTreatment.NOT_NEEDED:
-        enabled = items.get(f"{section}.enabled")
-        if enabled is None or enabled.value is False:
-            return f"{section} is off"
-    return ""
+        return True
+    enabled = items.get(f"{section}.enabled")
+    return section in ("fp16", "bf16") and name != "enabled" and (enabled is None or enabled.value is False)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

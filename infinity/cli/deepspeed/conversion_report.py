@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from infinity.cli.command import command
 from infinity.cli.deepspeed.config_reader import AUTO, SourceConfig
 from infinity.cli.deepspeed.conversion import ConfigConversion, KeyFinding, SwapConfigLine
 from infinity.cli.deepspeed.keys import KeyTreatment
 from infinity.cli.deepspeed.training import training_of
+from infinity.cli.suggested_command import command
 from infinity.errors import printable
 from infinity.quoting import one_line
 
@@ -69,13 +69,14 @@ def report(conversion: ConfigConversion, source: SourceConfig, output: Path | No
     """Return the report.
 
     The report begins with the settings that have no counterpart. The settings that need no action, and the command that
-    starts the training, are at the end.
+    starts the training, are at the end. Settings that became keys of the swap config are named in its comments.
     """
     out: list[str] = []
     for fate in KeyTreatment:
         if fate is KeyTreatment.SCRIPT and conversion.remarks:
             out += ["Notes:", *(f"  {remark}" for remark in conversion.remarks)]
-        out += _listed(fate.value, conversion.of(fate))
+        if fate is not KeyTreatment.MAPPED:
+            out += _listed(fate.value, conversion.of(fate))
     return "\n".join([*out, *_how_to_start(source, output)]) + "\n"
 
 
@@ -92,9 +93,9 @@ def _listed(title: str, findings: Sequence[KeyFinding]) -> list[str]:
 
 def _said_of(finding: KeyFinding) -> tuple[str, str]:
     """Return the text for this key alone, and the text that other keys of the line may share."""
-    if finding.fate is KeyTreatment.MAPPED:
-        return "", f": {finding.to}"
-    if finding.fate is KeyTreatment.NOT_NEEDED or (finding.fate is KeyTreatment.SCRIPT and finding.value == AUTO):
+    if finding.fate is KeyTreatment.NOT_NEEDED:
+        return "", ""  # the page on DeepSpeed has the reasons
+    if finding.fate is KeyTreatment.SCRIPT and finding.value == AUTO:
         return "", f": {finding.says}"
     places = " | ".join(filter(None, (finding.trainer, finding.to)))
     if places:
@@ -117,17 +118,17 @@ def _how_to_start(source: SourceConfig, output: Path | None) -> list[str]:
     calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
     loop = f" with {training.optimizer_call}" if training.optimizer_call else ""
     fixed = (
-        "The arguments after ITS ARGUMENTS are Trainer arguments that the config sets. They replace others of the same "
-        "name; if the script makes its TrainingArguments itself, set them there."
+        "The arguments after ITS ARGUMENTS are Trainer arguments that the config sets. If the script does not read its "
+        "command line, set them in its TrainingArguments."
     )
     return [
         "",
-        "Start the same training with",
+        *([taken] if source.file else []),
+        "Then start the same training with" if source.file else "Start the same training with",
         f"  {command('run', config, 'train.py')} ITS ARGUMENTS {arguments}".rstrip(),
         f"in place of `{before} train.py ITS ARGUMENTS`.",
         *([fixed] if arguments else []),
-        *([taken] if source.file else []),
-        f"A script that {calls} itself becomes a plain loop{loop}: docs/deepspeed.md.",
+        f"A script that {calls} itself becomes a plain loop{loop}: see infinity's page on DeepSpeed.",
         f"Without a script (a causal language model, on text or chats{_to_add(training.options)}):",
         f"  {command('finetune', '--config', config)} --model MODEL --data DATA --output OUT {options}".rstrip(),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from infinity.strict import parse_yaml
+from infinity.strict_parsers import parse_yaml
 
 
 class KeyTreatment(Enum):
@@ -52,7 +52,6 @@ class DeepSpeedKey(BaseModel, frozen=True, extra="forbid"):
     otherwise: str = ""
     values: dict[bool | str, str] = {}
     above: int | None = None
-    unless: str = ""
 
 
 def _rows() -> list[DeepSpeedKey]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from infinity import __version__, files
-from infinity.cli.doctor import core, installed_packages, machine, memory
+from infinity.cli.doctor import installed_packages, machine, memory, native_core
 from infinity.cli.doctor.disks import disk
 from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text
 from infinity.cli.doctor.probes import Probe, ProbeFinding, ProbeGroup
@@ -96,7 +96,10 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
         ),
         ProbeGroup.of(
             "native core",
-            {"instruction set": core.instruction_set, "I/O engine": lambda: core.engine(config.nvme.engine)},
+            {
+                "instruction set": native_core.instruction_set,
+                "I/O engine": lambda: native_core.engine(config.nvme.engine),
+            },
         ),
         ProbeGroup.of("memory", {"RAM": lambda: memory.ram(config), "huge pages": memory.huge_pages}),
         ProbeGroup.of(

@@ -6,7 +6,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from infinity.cli.doctor.fixes import pip_install, restarted
 from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
-from infinity.io.arena import PinnedArena
+from infinity.plan.copy_rates import measure
 from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
-_COPIED_BYTES = 64 << 20
-_COPIES = 4
 _POOR = 0.5
 """A copy is reported as slow if its rate is below this fraction of the link's maximum rate.
 
@@ -33,22 +30,6 @@ Large copies over a good link reach 0.75 of the maximum rate, or more.
 """
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NO_GPU = ProbeFinding("ok", "no GPU is used")
-
-
-@dataclass(frozen=True)
-class CopyMeasurement:
-    """The result of measuring copies.
-
-    Attributes:
-        refused: why memory could not be pinned; '' if the memory was pinned.
-        up_rate, down_rate: bytes per second to and from the device.
-        link: state of the link during the copies; None if the system does not report it.
-    """
-
-    refused: str
-    up_rate: float
-    down_rate: float
-    link: pci.PcieLink | None
 
 
 class GpuProbes:
@@ -197,26 +178,3 @@ class GpuProbes:
         if min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
             return ProbeFinding("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
         return ProbeFinding("ok", f"{said}; its link is {most}, its maximum")
-
-
-def measure(device: Accelerator, address: str, root: Path = _ROOT) -> CopyMeasurement:
-    """Pin 64 MiB and copy it to and from the device a few times.
-
-    The measurement needs 128 MiB of memory and takes much less than a second.
-    """
-    arena = PinnedArena(_COPIED_BYTES)
-    host = torch.frombuffer(arena.memory.view(0, _COPIED_BYTES), dtype=torch.uint8)
-    host.fill_(1)
-    refused = arena.pin(device)
-    slab, stream = device.slab(_COPIED_BYTES), device.stream()
-    device.synchronize(device.copy(slab, host, on=stream))  # the first copies wake the link from its power-saving state
-    rates, link = [], None
-    for into, source in ((slab, host), (host, slab)):
-        began = device.record(stream, timed=True)
-        for _ in range(_COPIES):
-            device.copy(into, source, on=stream)
-        ended = device.record(stream, timed=True)
-        link = pci.link(address, "current", root) if address else None
-        device.synchronize(ended)
-        rates.append(_COPIES * _COPIED_BYTES / max(device.seconds(began, ended), 1e-9))
-    return CopyMeasurement(refused, rates[0], rates[1], link)

@@ -58,8 +58,8 @@ def processor(root: Path = _ROOT) -> ProbeFinding:
 
     If the default is fp32, the row is a warning, because training in fp32 is slow.
     """
+    from infinity.base import machine_facts
     from infinity.base.accelerator import current_device
-    from infinity.cli import machine_facts
     from infinity.cli.default_dtype import default_dtype
 
     model = machine_facts.processor(root).model or "a processor without a name"

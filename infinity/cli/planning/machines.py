@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.cli.planning.rates import ADAM_BYTES, MachineRates
+from infinity.state.machine_rates import ADAM_BYTES, CHECKSUMS_PER_CORE, LAND_PER_CORE, MachineRates
 
 GB = 1e9
 GIB = 1 << 30
@@ -17,8 +17,6 @@ TB = 1_000_000_000_000
 _PER_CORE = {"fp32": 1.92 * GB, "bf16": 0.93 * GB, "int8": 1.11 * GB}
 _PER_CORE_AVX2 = {"fp32": 1.84 * GB, "bf16": 0.55 * GB, "int8": 0.80 * GB}
 _PER_CORE_BASELINE = {"fp32": 0.87 * GB, "bf16": 0.26 * GB, "int8": 0.12 * GB}
-CHECKSUMS_PER_CORE = 10 * GB
-LAND_PER_CORE = 1.0 * GB
 
 _OURS = {
     "adam": "the smaller of DRAM / bytes per parameter and cores × what one core does in memory ("
@@ -70,11 +68,19 @@ def _machine(
     )
 
 
-_H200: dict[str, Any] = {"adam": _PER_CORE, "flops": 0.45e15, "device_bytes": 139 * GIB, "up": 53 * GB, "down": 53 * GB}
+_H200: dict[str, Any] = {
+    "adam": _PER_CORE,
+    "flops": 0.45e15,
+    "device_bytes": 139 * GIB,
+    "up": 53 * GB,
+    "down": 53 * GB,
+    "hbm": 4080 * GB,
+}
 _H200 |= {"disk_tb": 8, "overwrites": 1800}
 _H200_SOURCES = {
     "dram": "the middle of 80 to 200 GB/s that 16 cores of such a machine are expected to give",
     "up, down": "PCIe Gen5 ×16: 50 to 56 GB/s each way is expected of registered memory",
+    "hbm": "data sheet: 4.8 TB/s, 0.85 of it",
 }
 _ONE_H200: dict[str, Any] = _H200 | {"cores": 16, "dram": 140 * GB, "host_bytes": 128 * GIB}
 _EIGHT_SOURCES = _H200_SOURCES | {
@@ -84,11 +90,13 @@ _EIGHT_SOURCES = _H200_SOURCES | {
 _CONSUMER_SOURCES = {
     "dram": "two channels of DDR5-5600 are 89.6 GB/s; 0.73 of it",
     "up, down": "PCIe 4 ×16: 31.5 GB/s, 0.8 of it",
+    "hbm": "data sheet of an RTX 4090: 1.008 TB/s, 0.85 of it",
     "flops": "0.45 of 165 TFLOP/s, dense bf16 with fp32 sums, of an RTX 4090",
 }
 _GH200_SOURCES = {
     "dram": "LPDDR5X of 480 GB: 384 GB/s, 0.89 of it",
     "up, down": "NVLink-C2C, as given: 450 GB/s up and 300 down",
+    "hbm": "data sheet: 4.0 TB/s, 0.85 of it",
     "adam": _OURS["adam"] + "; no kernel for NEON or SVE, so one core does what the baseline does",
 }
 MACHINES = {
@@ -98,8 +106,8 @@ MACHINES = {
                        host_bytes=2048 * GIB, between=300 * GB, **_H200),
     "consumer": _machine("24 GB consumer-like", _CONSUMER_SOURCES, cores=12, dram=65 * GB, adam=_PER_CORE_AVX2,
                          flops=0.074e15, host_bytes=64 * GIB, device_bytes=24 * GIB, disk_tb=4, overwrites=600,
-                         up=25 * GB, down=25 * GB),
+                         up=25 * GB, down=25 * GB, hbm=857 * GB),
     "gh200": _machine("GH200-like, 4 NVMe", _GH200_SOURCES, cores=72, dram=340 * GB, adam=_PER_CORE_BASELINE,
                       flops=0.45e15, host_bytes=480 * GIB, device_bytes=96 * GIB, disks=4, disk_tb=8, overwrites=1800,
-                      up=450 * GB, down=300 * GB),
+                      up=450 * GB, down=300 * GB, hbm=3400 * GB),
 }  # fmt: skip

@@ -7,28 +7,31 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
+from infinity.cli.endurance import endurance_bytes
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import options_of
-from infinity.cli.planning.local_rates import local_machine
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
-from infinity.cli.planning.model import BatchShape, adapt, build, widths
+from infinity.cli.planning.model import adapt, build
 from infinity.cli.planning.options import PlanOptions
 from infinity.cli.planning.plan_report import as_json, duration, report
-from infinity.cli.planning.rates import MachineRates
 from infinity.cli.planning.scenario import PlanScenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.io.directory import require_place
 from infinity.plan.disk import DiskLimits, disks_of
+from infinity.plan.local_rates import rates_for
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
 from infinity.quoting import quoted
 from infinity.sizes import format_bytes
+from infinity.state.machine_rates import MachineRates
+from infinity.state.training_step import BatchShape
 
 DOES_NOT_FIT = 1
 
@@ -48,19 +51,17 @@ def plan(found: argparse.Namespace) -> int:
     dtype = DTYPES[_dtype(options, device)]
     model = build(options.model, dtype, trust_remote_code=options.trust_remote_code, revision=options.revision)
     if options.lora:
-        adapt(model, options.lora)
-    scenario = _scenario(options, model, device, dtype)
+        adapt(model, options.lora, experts=options.lora_experts)
+    scenario = _scenario(options, model, device)
     if options.dtype is None and device.type == "cpu":
         print(dtype_line(_dtype(options, device), "default", device.type), file=sys.stderr)
     try:
         outcome = scenario.outcome()
     except PlanError as error:
+        for line in scenario.warnings:
+            print(line, file=sys.stderr)
         return _does_not_fit(scenario, error, options)
     alternatives = scenario.alternatives(outcome)
-    if scenario.ranks > 1 and scenario.machine.is_gpu:
-        print(
-            "several ranks on GPUs are not available yet: this is a prediction of what they would do", file=sys.stderr
-        )
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
@@ -93,11 +94,12 @@ def _dtype(options: PlanOptions, device: torch.device) -> str:
     return options.dtype or default_dtype(device.type).name
 
 
-def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: torch.dtype) -> PlanScenario:
+def _scenario(options: PlanOptions, model: Any, device: torch.device) -> PlanScenario:
     config = _config(options)
-    batch = BatchShape(
-        options.batch_size, options.sequence_length, options.micro_batches, options.gradient_accumulation
-    )
+    count = options.micro_batches * options.gradient_accumulation
+    passes = 1 if config.vertical else options.gradient_accumulation
+    batch = BatchShape(options.batch_size, options.sequence_length, count // passes, passes)
+    warnings: list[str] = []
     if options.machine is not None:
         machine = MACHINES[options.machine]
         config = on_machine(machine, config)
@@ -105,20 +107,16 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
         disks = DiskLimits(machine.disk_bytes // ranks)
     else:
         ranks = options.ranks or 1
-        width, inner = widths(model)
         disks = disks_of(config, ranks)
-        machine = local_machine(
-            config.nvme.paths,
-            device,
-            dtype=dtype,
-            width=width,
-            inner=inner,
-            tokens=batch.tokens,
-            frozen=config.frozen,
-        )
-        for line in _missing_here(machine, config):
-            print(line, file=sys.stderr)
+        machine = rates_for(model, config, device, batch.tokens)
+        machine = replace(machine, endurance_bytes=endurance_bytes(config.nvme.paths))
+        warnings += _missing_here(machine, config)
+    if ranks > 1 and machine.is_gpu:
+        warnings.append("several ranks on GPUs are not available yet: this is a prediction of what they would do")
     _require_possible(ranks, machine, model, config)
+    from infinity.runtime.experts import cut_banks
+
+    cut_banks(model, config.experts if ranks == 1 else "together")
     return PlanScenario(
         model=model,
         config=config,
@@ -129,6 +127,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
         optimizer=options.optimizer,
         ranks=ranks,
         clips=options.clips,
+        warnings=warnings,
     )
 
 

@@ -59,6 +59,7 @@ class PlannedTraining:
     lora: int | None = argument(
         "train adapters of rank R for a frozen model", types.whole(1, types.LORA_MAX), metavar="R"
     )
+    lora_experts: bool = argument("train adapters of the experts of a mixture, too", needs="lora")
     frozen: str | None = argument("how the frozen weights rest", types.word, choices=types.FROZEN_NAMES, needs="lora")
     clips: bool = argument("assume that gradients are clipped in most steps")
 

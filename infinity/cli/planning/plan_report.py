@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from infinity.cli.planning.rates import MachineRates
 from infinity.cli.planning.scenario import AlternativeConfig, PlanOutcome, PlanScenario, as_yaml, compute_tokens
 from infinity.sizes import format_bytes
+from infinity.state.machine_rates import MachineRates
+from infinity.state.model_shape import active_share
 
 LINKS = {
     "compute": "compute",
@@ -21,6 +22,8 @@ LINKS = {
 }
 _DAY_S = 86400
 _DAYS_SHOWN = 10 * 365
+_ALL_EXPERTS = 0.99
+"""Share of the experts from which a micro-batch is said to use all of them."""
 
 
 def report(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> str:
@@ -34,13 +37,14 @@ def verdict(scenario: PlanScenario, outcome: PlanOutcome) -> str:
     tokens = outcome.work.tokens * scenario.ranks
     if not outcome.activations_fit:
         short = format_bytes(outcome.work.peak_bytes - outcome.activation_room)
-        budget = "RAM" if scenario.device.type == "cpu" else "memory.device"
-        return f"does not fit: activations need {short} more of {budget} than the plan leaves for them"
+        return f"does not fit: activations need {short} more of {_memory(scenario)} than the plan leaves for them"
+    count = len(scenario.warnings)
+    warned = f", with {count} warning{'s' if count > 1 else ''}" if count else ""
     line = (
-        f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({_rate(tokens / prediction.seconds)} "
-        f"tokens/s), bound by {_bound(outcome)}"
+        f"fits{warned}: {duration(prediction.seconds)} per step of {tokens:,} tokens "
+        f"({_rate(tokens / prediction.seconds)} tokens/s), bound by {_bound(outcome)}"
     )
-    written = scenario.ranks * prediction.moved.written_bytes
+    written = scenario.ranks * outcome.written_bytes
     if not written:
         return f"{line}; nothing is written to the drives"
     wear = f"; {written * 1000 / 1e12:,.2f} TB written per 1,000 steps"
@@ -50,6 +54,11 @@ def verdict(scenario: PlanScenario, outcome: PlanOutcome) -> str:
         worn = f" (worn out after {days:,.0f} days of training)" if days < _DAYS_SHOWN else ""
         wear += f", {share:.2%} of the drives' rated endurance{worn}"
     return line + wear
+
+
+def _memory(scenario: PlanScenario) -> str:
+    """Return the name of the memory that activations take."""
+    return "RAM" if scenario.device.type == "cpu" else "memory.device"
 
 
 def _with_what(scenario: PlanScenario, outcome: PlanOutcome) -> str:
@@ -74,12 +83,19 @@ def _lines(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[Alte
     yield verdict(scenario, outcome)
     if not outcome.activations_fit:
         yield _with_what(scenario, outcome)
+        if why := scenario.why_too_large(outcome):
+            yield why
+    for line in scenario.warnings:
+        yield f"warning: {line}"
     yield ""
     yield from _times(scenario, outcome)
     yield ""
     yield outcome.plan.describe()
     for name, count in scenario.tiled.items():
         yield f"  tiles         '{name}' runs in {count} tiles: memory.device has no room for its weights at once"
+    if (count := outcome.work.token_tiles) > 1:
+        yield f"  tiles         norms and MLPs run in {count} tiles of tokens: a block has no room for all tokens"
+    yield from _experts(scenario, outcome)
     yield from _bytes(scenario, outcome)
     yield ""
     yield from _activations(scenario, outcome)
@@ -111,6 +127,18 @@ def _of_compute(name: str, outcome: PlanOutcome) -> str:
     return f"  ({duration(outcome.prediction.compute_s)} of it forward and backward)"
 
 
+def _experts(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
+    """Yield a line about the experts that a micro-batch uses, if experts are units."""
+    if not any(unit.local.routed for unit in outcome.plan.layout.units):
+        return
+    tokens = scenario.batch.tokens
+    used = 1.0 - (1.0 - active_share(scenario.model)) ** tokens
+    which = "all experts"
+    if used < _ALL_EXPERTS:
+        which = f"about {used:.0%} of the experts, if all are chosen equally often. The figures here are those of all"
+    yield f"  routing       the {tokens:,} tokens of a micro-batch use {which}"
+
+
 def _bytes(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     moved, numel = outcome.prediction.moved, max(outcome.plan.layout.numel, 1)
     parts = {
@@ -125,7 +153,8 @@ def _bytes(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     rank = " and rank" if scenario.ranks > 1 else ""
     yield f"  one step      {said or 'nothing to or from NVMe'}: {per_parameter:.2f} B per parameter{rank}"
     if moved.up:
-        yield f"  to the device {format_bytes(moved.up)}, gradients from it {format_bytes(moved.down)}"
+        commits = f", states for commits {format_bytes(moved.resident)}" if moved.resident else ""
+        yield f"  to the device {format_bytes(moved.up)}, gradients from it {format_bytes(moved.down)}{commits}"
 
 
 def _activations(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
@@ -135,9 +164,16 @@ def _activations(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     most = f"at most {fits} sequences" if fits else "not one sequence"
     yield (
         f"activations: about {format_bytes(work.peak_bytes)} for {batch.sequences} × {batch.length} tokens{many}, "
-        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for activations: {most} of "
-        f"{batch.length} tokens in a micro-batch"
+        f"{format_bytes(max(outcome.activation_room, 0))} of {_memory(scenario)} is left for activations: {most} "
+        f"of {batch.length} tokens in a micro-batch"
     )
+    if other := scenario.other_recomputation(outcome):
+        seconds, peak = other.outcome.prediction.seconds, other.outcome.work.peak_bytes
+        fitting = "" if other.outcome.activations_fit else ", which do not fit"
+        yield (
+            f"  with {as_yaml(other.changes)}: {duration(seconds)} per step, and activations need about "
+            f"{format_bytes(peak)}{fitting}"
+        )
 
 
 def _alternatives(outcome: PlanOutcome, alternatives: list[AlternativeConfig]) -> Iterator[str]:
@@ -162,6 +198,8 @@ def _sources(machine: MachineRates, outcome: PlanOutcome) -> Iterator[str]:
     }
     if machine.is_gpu:
         rates["up, down"] = f"{machine.up / 1e9:.0f} GB/s up, {machine.down / 1e9:.0f} GB/s down"
+    if outcome.plan.placement.optimizer.resident:
+        rates["hbm"] = f"{machine.hbm / 1e9:.0f} GB/s of the device's own memory"
     if machine.decode:
         rates["decode"] = f"{machine.decode / 1e9:.2f} Gparam/s"
     if outcome.config.nvme.checksums:
@@ -202,6 +240,7 @@ def as_json(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[Alt
     return {
         "fits": outcome.activations_fit,
         "verdict": verdict(scenario, outcome),
+        "warnings": list(scenario.warnings),
         **figures(outcome),
         "bound": prediction.bound,
         "compute_s": prediction.compute_s,
@@ -210,7 +249,7 @@ def as_json(scenario: PlanScenario, outcome: PlanOutcome, alternatives: list[Alt
         "largest_batch": scenario.largest_batch(outcome),
         "parameters": plan.layout.numel,
         "trained_parameters": plan.layout.trainable_numel,
-        "step_bytes": asdict(moved) | {"read": moved.read_bytes, "written": moved.written_bytes},
+        "step_bytes": asdict(replace(moved, loads=())) | {"read": moved.read_bytes, "written": moved.written_bytes},
         "memory": {
             "device": plan.device_bytes,
             "host": plan.host_bytes,

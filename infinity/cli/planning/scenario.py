@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import yaml
 
 from infinity.base.host_limits import budgets_in_ram
-from infinity.cli.planning.model import BatchShape, ModelShape, shape_of, work_of
-from infinity.cli.planning.prediction import StepTimePrediction, StepWork, predict
-from infinity.cli.planning.rates import MachineRates
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, PeerFacts
+from infinity.plan.plan_input import DECODING_SCRATCH_BYTES, NO_PEERS, PeerFacts
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
+from infinity.plan.step_time import StepTimePrediction, predict
 from infinity.quoting import quoted
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import DiscoveredUnits, discover
+from infinity.state.machine_rates import MachineRates
+from infinity.state.model_shape import ModelShape, shape_of
 from infinity.state.moments import OptimizerName
+from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition
-from infinity.state.terms import OffloadArguments
-from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
+from infinity.state.training_step import BatchShape, StepFacts, StepWork, TrainingStep, work_of
+
+if TYPE_CHECKING:
+    from infinity.runtime.auto_tile_tokens import BlockPeak
 
 GAIN_MIN = 0.02
 """An alternative is shown only if it saves at least this share of the step's time."""
@@ -52,6 +56,12 @@ class PlanOutcome:
     activation_room: int
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes of states and activations that a step of one rank writes to the drives."""
+        kept = self.work.moved_bytes if self.plan.placement.activations == "nvme" else 0
+        return self.prediction.moved.written_bytes + kept
+
+    @property
     def activations_fit(self) -> bool:
         return self.work.peak_bytes <= self.activation_room
 
@@ -66,6 +76,19 @@ class AlternativeConfig(NamedTuple):
     outcome: PlanOutcome
 
 
+def in_token_tiles(work: StepWork, peaks: Sequence[BlockPeak], batch: BatchShape, tiles: int) -> StepWork:
+    """Return a step's computation if norms and MLPs run in tiles of tokens, and therefore once more in the backward."""
+    block = max(work.loss_bytes, *(peak.nbytes(batch.tokens, tiles) for peak in peaks))
+    weights = {weight for peak in peaks for each in peak.modules for weight in each.module.parameters()}
+    return replace(
+        work,
+        flops=work.flops + 2.0 * sum(weight.numel() for weight in weights) * work.tokens,
+        peak_bytes=work.peak_bytes - work.block_bytes + block,
+        block_bytes=block,
+        token_tiles=tiles,
+    )
+
+
 @dataclass(frozen=True)
 class PlanScenario:
     """The inputs of a plan.
@@ -78,6 +101,7 @@ class PlanScenario:
         disks: free space on the disks of one rank.
         ranks: processes on this machine that train together.
         clips: whether gradients are clipped in most steps.
+        warnings: reasons why a run on this machine may fail although the model fits.
     """
 
     model: Any
@@ -89,6 +113,7 @@ class PlanScenario:
     optimizer: OptimizerName = "adamw"
     ranks: int = 1
     clips: bool = False
+    warnings: Sequence[str] = ()
 
     def outcome(self, config: SwapConfig | None = None) -> PlanOutcome:
         """Return the outcome for a swap config. The default is the scenario's own swap config.
@@ -102,20 +127,27 @@ class PlanScenario:
             plan = self._plan(config, self._found(config))
         except DeviceRoomError as error:
             if config is not self.config:  # the other swap config is only tried, so the model must not change
+                from infinity.runtime.auto_tile import tiles_to_fit
+
+                if not tiles_to_fit(self.model, error, self._plan_of(config)):
+                    raise
                 return replace(self, model=copy.deepcopy(self.model), config=config).outcome()
             if not self._tile(error, config):
                 raise
             plan = self._plan(config, self._found(config))
         self._require_memory(plan)
         self._require_disks(plan, config)
-        work = self._work(plan, config, self._batch(config))
-        room = plan.budgets.limits.device - plan.device_bytes
-        if plan.budgets.decoding_bytes:
-            room -= DEVICE_SCRATCH_BYTES
-        if self._in_ram:  # memory.device does not limit activations that are kept in RAM
-            room = self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
+        room = self._activation_room(plan)
+        work = self._fitted_work(plan, config, self._batch(config), room)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
         return PlanOutcome(config, plan, work, prediction, room)
+
+    def _activation_room(self, plan: Plan) -> int:
+        """Return the bytes of memory that a plan leaves for activations."""
+        if self._in_ram:  # memory.device does not limit activations that are kept in RAM
+            return self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
+        room = plan.budgets.limits.device - plan.device_bytes
+        return room - DECODING_SCRATCH_BYTES if plan.budgets.decoding_bytes else room
 
     @property
     def _in_ram(self) -> bool:
@@ -151,30 +183,40 @@ class PlanScenario:
                 "Free space, name more disks in nvme.paths, or keep less there."
             )
 
-    def _plan(self, config: SwapConfig, found: DiscoveredUnits) -> Plan:
+    def _plan(self, config: SwapConfig, found: DiscoveredUnits, batch: BatchShape | None = None) -> Plan:
+        """Return the plan. Args: batch: another batch than that of `config`."""
         peers = NO_PEERS
         if self.ranks > 1:
             near = RankPartition(1, 0) if config.ranks.gather == "none" else None
             peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near)
+        facts = StepFacts(batch or self._batch(config), self.machine, self.clips)
         return make_plan(
             found.units,
-            OffloadArguments(config, self.device, self.optimizer, self._passes(config)),
+            OffloadArguments(
+                config,
+                self.device,
+                self.optimizer,
+                self._passes(config),
+                step=TrainingStep(self._shape, facts),
+            ),
             can_recompute=bool(getattr(self.model, "supports_gradient_checkpointing", False)),
             sites=found.sites,
             peers=peers,
             disks=self.disks,
         )
 
+    def _plan_of(self, config: SwapConfig) -> Callable[[Any], Plan]:
+        """Return a function that makes the plan of a model like this one."""
+        return lambda model: self._plan(config, discover(model, config.moments, config.frozen))
+
     def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
         """Divide the layers for which memory.device has no room into tiles. Return whether the layers then fit."""
         from infinity.runtime.auto_tile import tile_to_fit
 
-        def plan(model: Any) -> Plan:
-            return self._plan(config, discover(model, config.moments, config.frozen))
-
-        tiled = tile_to_fit(self.model, error, plan)
+        tiled = tile_to_fit(self.model, error, self._plan_of(config))
         self._discoveries.clear()
         vars(self).pop("_shape", None)
+        vars(self).pop("_block_peaks", None)
         return tiled
 
     @property
@@ -198,13 +240,47 @@ class PlanScenario:
         return batch.passes if config.vertical else batch.count
 
     def _work(self, plan: Plan, config: SwapConfig, batch: BatchShape) -> StepWork:
+        placement = plan.placement
         return work_of(
-            self._shape, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical
+            self._shape,
+            batch,
+            recompute=placement.recompute,
+            vertical=config.vertical,
+            away={"keep": 0.0, "host": plan.budgets.activation_bytes, "nvme": math.inf}[placement.activations],
         )
+
+    def _fitted_work(self, plan: Plan, config: SwapConfig, batch: BatchShape, room: int) -> StepWork:
+        """Return the computation of a step, in tiles of tokens if a block does not fit otherwise."""
+        from infinity.runtime.auto_tile_tokens import tiles_for
+
+        work = self._work(plan, config, batch)
+        if work.peak_bytes <= room or not plan.placement.recompute or self._in_ram or not self._block_peaks:
+            return work
+        tiles = tiles_for(self._block_peaks, batch.tokens, room - work.peak_bytes + work.block_bytes, least=2)
+        if tiles == 1:
+            return work
+        return min(work, in_token_tiles(work, self._block_peaks, batch, tiles), key=lambda each: each.peak_bytes)
+
+    def why_too_large(self, outcome: PlanOutcome) -> str:
+        """Return what takes the memory if a block does not fit in tiles of tokens; "" if it does not run in tiles."""
+        from infinity.runtime.auto_tile_tokens import why_too_large
+
+        tokens, tiles = self.batch.tokens, outcome.work.token_tiles
+        if tiles == 1:
+            return ""
+        largest = max(self._block_peaks, key=lambda peak: peak.nbytes(tokens, tiles))
+        room = outcome.activation_room - outcome.work.peak_bytes + outcome.work.block_bytes
+        return why_too_large(largest, tokens, tiles, max(room, 0))
+
+    @cached_property
+    def _block_peaks(self) -> list[BlockPeak]:
+        from infinity.runtime.auto_tile_tokens import block_peaks
+
+        return list(block_peaks(self.model))
 
     @cached_property
     def _shape(self) -> ModelShape:
-        return shape_of(self.model)
+        return shape_of(self.model, self.batch.sequences, self.batch.length)
 
     @cached_property
     def _discoveries(self) -> dict[tuple[str, str], DiscoveredUnits]:
@@ -221,11 +297,18 @@ class PlanScenario:
         return self.most_tokens(outcome) // self.batch.length
 
     def most_tokens(self, outcome: PlanOutcome) -> int:
-        """Return the maximum number of tokens in a micro-batch whose activations fit."""
+        """Return the maximum number of tokens in a micro-batch whose activations fit beside the smallest slots; in
+        tiles of tokens if the outcome has tiles."""
+        plan, config, room = outcome.plan, outcome.config, outcome.activation_room
+        if not self._in_ram:
+            smallest = self._plan(config, self._found(config), BatchShape(1, _TOKENS_MAX))
+            room = max(room, self._activation_room(smallest))
 
         def fits(tokens: int) -> bool:
             batch = replace(self.batch, sequences=1, length=tokens)
-            return self._work(outcome.plan, outcome.config, batch).peak_bytes <= outcome.activation_room
+            tiled = outcome.work.token_tiles > 1
+            work = self._fitted_work(plan, config, batch, room) if tiled else self._work(plan, config, batch)
+            return work.peak_bytes <= room
 
         low, high = 0, 1
         while fits(high) and high < _TOKENS_MAX:
@@ -238,13 +321,16 @@ class PlanScenario:
     def roomier(self, outcome: PlanOutcome) -> Iterator[Mapping[str, Any]]:
         """Yield changes of one key of the swap config after which the activations fit.
 
-        The possible changes are a larger memory.device, up to the device's memory, and recomputation of activations.
+        The possible changes are a larger memory.device, up to the device's memory, recomputation of activations, and
+        activations in RAM or on NVMe.
         """
         most = 0 if self._in_ram else int(self.machine.device_bytes * DEVICE_SHARE)
         sizes = (outcome.plan.budgets.limits.device * tenths // 10 for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160))
         larger = ({"memory.device": enough_bytes(nbytes)} for nbytes in sizes if nbytes <= most)
-        recomputed = () if outcome.plan.placement.activations == "recompute" else ({"activations": "recompute"},)
-        for each in (larger, recomputed):
+        recomputed = () if outcome.plan.placement.recompute else ({"recompute": "blocks"},)
+        stay = outcome.plan.placement.activations == "keep" and not self._in_ram
+        moved = ({"activations": tier} for tier in ("host", "nvme") if stay)
+        for each in (larger, recomputed, moved):
             found = ((changes, self._with(changes)) for changes in each)
             fits = (changes for changes, outcome in found if outcome is not None and outcome.activations_fit)
             yield from itertools.islice(fits, 1)
@@ -288,7 +374,7 @@ class PlanScenario:
         auto = {"weights": "auto", "optimizer": "auto", "gradients": "auto"} | paths
         yield auto
         yield {"weights": "nvme", "optimizer": "nvme", "gradients": "auto"} | paths
-        yield auto | {"activations": "recompute"}
+        yield auto | {"recompute": "blocks"}
         yield auto | {"moments": "int8"}
 
     def alternatives(self, outcome: PlanOutcome) -> list[AlternativeConfig]:
@@ -313,6 +399,8 @@ class PlanScenario:
         options: list[list[Mapping[str, Any]]] = [[{}]]
         if config.weights != "auto" or config.optimizer != "auto":
             options.append([{}, {"weights": "auto", "optimizer": "auto"}])
+        elif self.machine.is_gpu and trained:
+            options.append([{}, *({"optimizer": tier} for tier in ("device", "host"))])
         if trained:
             options.append([{}, *({"moments": form} for form in ("bf16", "int8") if form != config.moments)])
         if config.commit_every != 0 and config.nvme.paths:
@@ -321,12 +409,21 @@ class PlanScenario:
             options.append([{}, {"vertical": True}])
         if self._has_frozen and config.frozen != "nf4" and self.ranks == 1:
             options.append([{}, *({"frozen": form} for form in ("int8", "nf4") if form != config.frozen)])
+        if (config.recompute, config.activations) != ("auto", "auto") and not self._in_ram:
+            options.append([{}, {"recompute": "auto", "activations": "auto"}])
         for chosen in itertools.product(*options):
             changes: dict[str, Any] = {}
             for each in chosen:
                 changes |= each
             if changes:
                 yield changes
+
+    def other_recomputation(self, outcome: PlanOutcome) -> AlternativeConfig | None:
+        """Return the outcome of recomputing blocks if the plan keeps all activations, or of keeping them if it
+        recomputes blocks; None if the memory for the states does not suffice then."""
+        changes = {"recompute": "none" if outcome.plan.placement.recompute else "blocks", "activations": "auto"}
+        other = self._with(changes)
+        return None if other is None else AlternativeConfig({"recompute": changes["recompute"]}, other)
 
     @property
     def _has_frozen(self) -> bool:

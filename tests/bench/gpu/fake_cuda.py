@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.base import accelerator, c_runtime
+from infinity.base import accelerator, device_runtime
 
 _ALREADY_REGISTERED = 712
 _handles = itertools.count(0x1000, 0x10)
@@ -90,7 +90,7 @@ class Cudart:
 
 
 class Library:
-    """C functions of the runtime, by the names that c_runtime asks for, and the number of calls of each."""
+    """C functions of the runtime, by the names that device_runtime asks for, and the number of calls of each."""
 
     def __init__(self) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -167,7 +167,7 @@ def install(patch: pytest.MonkeyPatch) -> Fake:
         patch.setattr(torch.cuda, name, each)
     patch.setattr(torch, "get_device_module", lambda device=None: torch.cuda)
     patch.setitem(accelerator._BLOCKING, "cpu", accelerator._BLOCKING["cuda"])
-    patch.setattr(c_runtime, "addresses", fake.library.addresses)
-    patch.setattr(c_runtime, "forget_error", fake.forgotten.append)
+    patch.setattr(device_runtime, "addresses", fake.library.addresses)
+    patch.setattr(device_runtime, "forget_error", fake.forgotten.append)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     return fake

@@ -198,7 +198,7 @@ def test_updates_during_backward_end_in_the_same_bits_and_a_wrong_bit_is_told(mo
         return weights, early
 
     monkeypatch.setattr(seam_training, "_exact_weights", wrong)
-    assert len(seam_training.overlap_modes(steps=1)["other bits"]) == 4
+    assert len(seam_training.overlap_modes(steps=1)["other bits"]) == 6
 
 
 @pytest.mark.long
@@ -215,7 +215,7 @@ def test_what_stage_3_expects_of_training_holds_on_a_simulated_device(
     monkeypatch.setattr(seam_training, "reserved_memory", lambda: {"reserved_mib": 1, "memory_device_mib": 2})
     lines = lines_of_part(lambda record, options: stage_seam._training(record, options), tmp_path)
     assert {name: line["verdict"] for name, line in lines.items()} == dict.fromkeys(lines, "ok")
-    assert len(lines) == 6
+    assert len(lines) == 7
     moved = lines["bytes per parameter in a step"]["value"]
     assert 0 < moved["of it weights"] < moved["read"]
     assert lines["what a step keeps the host for"]["value"]["units"] == seam_training.BLOCKS

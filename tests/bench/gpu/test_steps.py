@@ -15,7 +15,7 @@ from peers.workload import Job
 from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.terms import OffloadArguments
+from infinity.state.offload_arguments import OffloadArguments
 
 TINY = replace(LLAMA, layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocabulary=256)
 TINY = replace(TINY, batch=1, tokens=32, recompute=False)

@@ -30,6 +30,7 @@ GPU = replace(
     up=20e9,
     down=20e9,
     both=40e9,
+    hbm=1e12,
     device_bytes=16 << 30,
     compute_cores=0,
     visit_s=1e-4,

@@ -96,7 +96,7 @@ def test_weights_in_ram_and_on_disk_side_by_side_never_stop_a_gpu(task: Task) ->
 
 
 def test_a_machine_that_is_too_small_is_refused_in_words(task: Task) -> None:
-    outcome = simulate(replace(GPU, device_bytes=64 << 20), task, clipped=False)
+    outcome = simulate(replace(GPU, device_bytes=8 << 20), task, clipped=False)
     assert "memory.device" in outcome.refused
     assert summary(GPU, task, outcome) == {"refused": outcome.refused}
 

@@ -295,7 +295,10 @@ PUBLIC = (
         },
         "nvme",
         "nvme",
-        lost=("zero_optimization.offload_param.max_in_cpu",),
+        lost=(
+            "fp16.loss_scale",
+            "zero_optimization.offload_param.max_in_cpu",
+        ),
         unknown=("zero_optimization.stage3_param_persitance_threshold",),
         also=(("nvme.queue_depth", 32),),
     ),

@@ -134,7 +134,7 @@ def test_findings_come_in_the_order_of_their_importance(tmp_path: Path) -> None:
         ({"tensorboard": {"enabled": True}}, "tensorboard", KeyTreatment.SCRIPT),
         ({"tensorboard": {"enabled": False}}, "tensorboard", KeyTreatment.NOT_NEEDED),
         ({"fp16": {"enabled": False, "loss_scale": 8}}, "fp16.loss_scale", KeyTreatment.NOT_NEEDED),
-        ({"fp16": {"enabled": True, "loss_scale": 8}}, "fp16.loss_scale", KeyTreatment.SCRIPT),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, "fp16.loss_scale", KeyTreatment.TRAINING),
         (
             {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
             "fp16.fp16_master_weights_and_grads",
@@ -296,9 +296,9 @@ def test_each_line_says_which_key_it_comes_from(tmp_path: Path) -> None:
     }
 
 
-def test_states_on_the_gpus_are_a_remark_because_the_cpu_updates_them(tmp_path: Path) -> None:
+def test_states_on_the_gpus_are_a_remark_because_not_all_may_fit(tmp_path: Path) -> None:
     (remark,) = converted(zero(stage=2), tmp_path).remarks
-    assert "the CPU updates them" in remark
+    assert "the CPU updates the other units" in remark
     assert converted(zero(stage=2, offload_optimizer={"device": "cpu"}), tmp_path).remarks == []
 
 
@@ -373,6 +373,10 @@ def test_of_the_disks_what_is_not_a_default_is_taken_over(aio: Any, expected: An
         ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, ("moments", "bf16")),
         ({"activation_checkpointing": {"partition_activations": True}}, ("activations", "auto")),
         ({"activation_checkpointing": {"number_checkpoints": 4}}, ("activations", "auto")),
+        (
+            {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+            ("activations", "host"),
+        ),
     ],
 )
 def test_other_keys_become_a_line(values: Any, line: tuple[str, str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_what_is_lost_comes_first_and_what_needs_no_thought_last(tmp_path: Path)
         "nonsense": 1,
     }
     titles = [line for line in told(values, tmp_path).splitlines() if line and not line.startswith("  ")]
-    assert titles[:8] == [
+    assert titles[:7] == [
         "No counterpart, changes the training:",
         "No counterpart, costs time or memory:",
         "No counterpart, diagnostics only:",
@@ -34,14 +34,14 @@ def test_what_is_lost_comes_first_and_what_needs_no_thought_last(tmp_path: Path)
         "Notes:",
         "Belongs to the training script (TrainingArguments), or to `infinity finetune` (--options):",
         "Not needed:",
-        "In the swap config:",
     ]
 
 
 def test_every_key_of_a_public_config_is_named(tmp_path: Path) -> None:
     for public in PUBLIC:
         source = read(file_of(public, tmp_path))
-        said = report(convert(source), source, None)
+        conversion = convert(source)
+        said = report(conversion, source, None) + swap_text(conversion, source)
         assert [item.shown for item in source.items if item.shown not in said] == []
 
 
@@ -58,15 +58,27 @@ def test_where_the_batch_sizes_are_open_a_note_says_what_one_process_instead_of_
 
 
 def test_keys_with_one_reason_are_one_line_with_their_values(tmp_path: Path) -> None:
-    values = {"fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}}
-    said = told(values, tmp_path)
-    assert "  fp16.loss_scale: 0, fp16.loss_scale_window: 1000, fp16.hysteresis: 2 - with --dtype fp16 " in said
-    assert said.count("GradScaler") == 1
+    said = told({"sparse_attention": {"mode": "fixed"}, "optimizer": {"params": {"freeze_step": 1}}}, tmp_path)
+    assert "  sparse_attention: {'mode': 'fixed'} - the model's own attention is used\n" in said
+    values = {"optimizer": {"params": {"freeze_step": 1, "var_freeze_step": 2}}}
+    assert "  optimizer.params.freeze_step: 1, optimizer.params.var_freeze_step: 2 - no gradient " in told(
+        values, tmp_path
+    )
 
 
-def test_auto_for_what_infinity_does_not_choose_is_what_infinity_does(tmp_path: Path) -> None:
-    said = told({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}}}, tmp_path)
-    assert "  scheduler.params.warmup_min_lr: auto: the warm-up begins at 0\n" in said
+def test_settings_of_the_loss_scaler_are_not_needed_unless_the_scale_is_fixed(tmp_path: Path) -> None:
+    values = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2}
+    said = told({"fp16": values}, tmp_path)
+    assert "Not needed:\n  fp16.loss_scale, fp16.loss_scale_window, fp16.hysteresis\n" in said
+    said = told({"fp16": values | {"loss_scale": 128}}, tmp_path)
+    assert "changes the training:\n  fp16.loss_scale: 128 - the scale of the loss is not fixed" in said
+
+
+def test_keys_that_need_no_action_take_one_line(tmp_path: Path) -> None:
+    zero = {"stage": 3, "overlap_comm": True, "sub_group_size": 1e9, "offload_param": {"device": "cpu"}}
+    said = told({"zero_optimization": zero}, tmp_path)
+    assert "Not needed:\n  zero_optimization.overlap_comm, zero_optimization.sub_group_size\n" in said
+    assert "offload_param" not in said  # the swap config names it in a comment
 
 
 def test_finetune_is_told_what_the_config_leaves_to_the_script(tmp_path: Path) -> None:
@@ -79,7 +91,20 @@ def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
     said = told(values, tmp_path)
     assert "optimizer.type: Adam -> --optimizer adam (" in said  # Trainer has none
-    assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type linear | --schedule linear (" in said
+    assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type linear | --schedule linear\n" in said
+
+
+def test_a_warmup_that_is_not_the_same_has_a_line_that_says_what_to_do(tmp_path: Path) -> None:
+    def noted(**params: object) -> bool:
+        said = told({"scheduler": {"type": "WarmupDecayLR", "params": params}}, tmp_path)
+        return "\n  scheduler.params.warmup_type is not set, so DeepSpeed's warm-up is logarithmic. Here" in said
+
+    assert noted()
+    assert noted(warmup_num_steps="auto")
+    assert not noted(warmup_type="linear")
+    assert not noted(warmup_type="log"), "the key has a line of its own"
+    assert not noted(warmup_num_steps=0)
+    assert "logarithmic" not in told({"scheduler": {"type": "OneCycle"}}, tmp_path)
 
 
 def test_the_command_names_the_files(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.base import accelerator, c_runtime, pci
+from infinity.base import accelerator, device_runtime, pci
 from infinity.base.accelerator import DeviceFacts, TorchAccelerator
 from infinity.cli.doctor import gpu
-from infinity.cli.doctor.gpu import CopyMeasurement, GpuProbes, measure
+from infinity.cli.doctor.gpu import GpuProbes
 from infinity.cli.doctor.probes import ProbeFinding
 from infinity.config import SwapConfig
+from infinity.plan.copy_rates import CopyMeasurement, measure
 from tests.base.test_pci import card, put
 from tests.bench.gpu import fake_cuda
 from tests.bench.gpu.fake_cuda import Fake
@@ -157,7 +158,7 @@ def test_a_budget_of_the_device_that_is_not_free_is_missing(fake: Fake, tmp_path
 def test_a_runtime_that_native_code_cannot_call_is_missing(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(c_runtime, "addresses", lambda names: None)
+    monkeypatch.setattr(device_runtime, "addresses", lambda names: None)
     (found,) = GpuProbes(SwapConfig(), tmp_path).entry_points()
     assert found.state == "missing"
     assert "linked into torch's own libraries" in found.finding

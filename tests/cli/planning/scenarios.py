@@ -8,10 +8,11 @@ import torch
 
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
-from infinity.cli.planning.model import BatchShape, build
+from infinity.cli.planning.model import build
 from infinity.cli.planning.scenario import PlanScenario
 from infinity.config import load_config
 from infinity.plan.disk import DiskLimits
+from infinity.state.training_step import BatchShape
 
 
 def scenario_of(model: str, machine: str, **config: Any) -> PlanScenario:

@@ -11,9 +11,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from infinity.cli.planning.model import BatchShape, adapt, build, shape_of, work_of
+from infinity.cli.planning.model import adapt, build
 from infinity.errors import ConfigError, ModelError
+from infinity.state import model_shape
 from infinity.state.discover import discover
+from infinity.state.model_shape import shape_of
+from infinity.state.training_step import BatchShape, work_of
+from tests.checkpoint.fp8 import configure
+from tests.checkpoint.packed import FORMS, gpt_oss
 
 SMALL = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -35,6 +40,11 @@ def directory(path: Path, **values: Any) -> str:
         (NF4, "nf4_fp32"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8_rows"),
         ({"load_in_8bit": True}, "int8_rows"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block:128x128:fp32"),
+        ({"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, "fp8_block:1x32:e8m0"),
+        (FORMS["modelopt"].config, "nvfp4:factor"),
+        (FORMS["compressed-tensors"].config, "nvfp4:divisor"),
+        (FORMS["integers"].config, "int4_group:32:bf16"),
         (None, None),
     ],
 )
@@ -44,16 +54,42 @@ def test_a_quantized_base_rests_as_it_is_in_its_files(
     given = {} if quantization is None else {"quantization_config": quantization}
     model = build(directory(tmp_path, **given), torch.bfloat16)
     assert {group.codec for unit in discover(model).units for group in unit.groups} == {None}  # it trains whole
-    adapt(model, 4)
+    adapt(model, 4, experts=False)
     encoded = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
     assert {group.codec for group in encoded} == ({codec} if codec else set())
     assert len(encoded) == (3 if codec else 0)
 
 
+def test_the_experts_of_gpt_oss_rest_in_mxfp4(tmp_path: Path) -> None:
+    gpt_oss().config.save_pretrained(tmp_path)
+    configure(tmp_path, **FORMS["gpt-oss"].config)
+    model = build(str(tmp_path), torch.bfloat16).requires_grad_(False)
+    groups = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
+    assert sorted((group.codec, *(spec.name.rpartition(".")[2] for spec in group.specs)) for group in groups) == sorted(
+        3 * [("mxfp4:64", "gate_up_proj"), ("mxfp4:96", "down_proj")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "ignored"),
+    [
+        ("modelopt", ["lm_head", "*self_attn*", "model.layers.1.mlp.*"]),
+        ("compressed-tensors", ["lm_head", "re:.*self_attn", r"re:model\.layers\.1\.mlp"]),
+    ],
+)
+def test_layers_that_nvfp4_leaves_out_stay_as_they_are(method: str, ignored: list[str], tmp_path: Path) -> None:
+    given = FORMS[method].config | {"ignore": ignored}
+    model = build(directory(tmp_path, quantization_config=given), torch.bfloat16).requires_grad_(False)
+    groups = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
+    names = [spec.name for group in groups for spec in group.specs]
+    assert sorted(name.split(".")[2] for name in names) == ["0", "0", "0", "2", "2", "2"]
+    assert not any("self_attn" in name for name in names)
+
+
 def test_layers_that_the_checkpoint_leaves_out_stay_as_they_are(tmp_path: Path) -> None:
     given = {**NF4, "llm_int8_skip_modules": ["lm_head", "self_attn", "model.layers.1.mlp"]}
     model = build(directory(tmp_path, quantization_config=given), torch.bfloat16)
-    adapt(model, 4)
+    adapt(model, 4, experts=False)
     groups = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
     names = [spec.name for group in groups for spec in group.specs]
     assert sorted(name.split(".")[2] for name in names) == ["0", "0", "0", "2", "2", "2"]
@@ -64,6 +100,16 @@ def test_layers_that_the_checkpoint_leaves_out_stay_as_they_are(tmp_path: Path) 
     ("values", "error", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "is quantized by gptq"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+            ModelError,
+            "is quantized by fp8 with fmt: 'e5m2'",
+        ),
+        (
+            {"quantization_config": {**FORMS["modelopt"].config, "quant_algo": "FP8"}},
+            ModelError,
+            "is quantized by modelopt with quant_algo: 'FP8'",
+        ),
         ({"quantization_config": {**NF4, "bnb_4bit_quant_type": "fp4"}}, ModelError, "is quantized as fp4"),
         ({"model_type": "t5"}, ConfigError, "transformers has no causal language model of type 't5'"),
         ({"hidden_act": "nothing"}, ModelError, "transformers cannot make a model from its config"),
@@ -80,7 +126,7 @@ def attention(model: Any) -> float:
     """FLOPs of a forward that grow with the square of the length, for each token of it: a quarter of a step's, in which
     the forward is done twice and the backward has as many as two."""
     short, long = (
-        work_of(shape_of(model), BatchShape(1, length), recompute=True, vertical=False).flops / length
+        work_of(shape_of(model, 1, 64), BatchShape(1, length), recompute=True, vertical=False).flops / length
         for length in (64, 128)
     )
     return (long - short) / 64 / 4
@@ -106,16 +152,39 @@ def test_latent_attention_has_narrower_values_than_queries() -> None:
     assert attention(model) == 2 * 3 * 4 * (16 + 32 + 32) / 2
 
 
-@pytest.mark.parametrize(("recompute", "copies"), [(True, 2), (False, 2 + 3)])
-def test_adapters_of_experts_take_a_copy_of_the_stacks(recompute: bool, copies: int, tmp_path: Path) -> None:
-    mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 8, "head_dim": 16}
+@pytest.mark.parametrize(("kind", "active"), [("llama4_text", 8), ("mixtral", 2)])
+def test_experts_that_get_no_routing_compute_every_token(kind: str, active: int) -> None:
+    given = SMALL | {"model_type": kind, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size_mlp": 64}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    stacks = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    others = sum(
+        each.numel()
+        for name, each in model.named_parameters()
+        if each.dim() > 1 and ".experts." not in name and "embed" not in name
+    )
+    assert shape_of(model, 1, 64).products == others + stacks * active / 8
+
+
+@pytest.mark.parametrize(("recompute", "copies"), [(True, 2), (False, 2 + 3 - 1)])
+def test_adapters_of_experts_take_a_copy_of_the_stacks(
+    recompute: bool, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_shape, "trace_block", lambda *_: None)  # a model with such adapters cannot be traced
+    mixture = {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "head_dim": 16,
+        "vocab_size": 32,
+    }
     model = build(directory(tmp_path, **mixture), torch.bfloat16)
 
     def peak() -> float:
-        return work_of(shape_of(model), BatchShape(1, 64), recompute=recompute, vertical=False).peak_bytes
+        return work_of(shape_of(model, 1, 64), BatchShape(1, 64), recompute=recompute, vertical=False).peak_bytes
 
     before, stacks = peak(), 8 * (2 * 32 * 64 + 64 * 32)
-    adapt(model, 4)
+    adapt(model, 4, experts=True)
     assert peak() - before == pytest.approx(copies * 2 * stacks, rel=0.01)
 
 

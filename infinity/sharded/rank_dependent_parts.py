@@ -1,0 +1,72 @@
+"""Functions that open those parts of an offloaded model that depend on the number of ranks.
+
+Only the files in sharded/ test whether there are several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from infinity.durable.generation_maker import GenerationMaker, SingleProcessGenerationMaker
+from infinity.io.generations import Generations
+from infinity.ranks.world import MultiRankWorld, World
+from infinity.sharded.gathered_slots import GatheredSlotPool
+from infinity.sharded.initial_values import BroadcastFromFirst, InitialValuesBroadcast, NoBroadcast
+from infinity.sharded.multi_rank_fetch_rules import MultiRankFetchRules
+from infinity.sharded.multi_rank_generation_maker import MultiRankGenerationMaker
+from infinity.sharded.multi_rank_gradients import MultiRankGradients
+from infinity.sharded.outbox import GradientOutbox
+from infinity.state.shard import Shard
+from infinity.tiers.resources import ModelResources
+from infinity.tiers.slots import SlotPool, open_slots
+from infinity.units.fetch_rules import FetchRules, SingleProcessFetchRules
+from infinity.units.gradients import ModelGradients, SingleProcessGradients, UnitGradients
+
+
+def open_pool(resources: ModelResources, shards: Sequence[Shard]) -> SlotPool:
+    """Return the slot pool that suits the device and the number of ranks."""
+    world = resources.world
+    return (
+        GatheredSlotPool(resources, world.collectives, shards)
+        if isinstance(world, MultiRankWorld)
+        else open_slots(resources)
+    )
+
+
+def open_fetch_rules(resources: ModelResources) -> FetchRules:
+    """Return the rules for fetches and evictions that suit the number of ranks."""
+    several = isinstance(resources.world, MultiRankWorld)
+    return MultiRankFetchRules(resources.plan.budgets.slot_bytes) if several else SingleProcessFetchRules()
+
+
+def open_gradients(
+    resources: ModelResources,
+    shards: Sequence[Shard],
+    local: Sequence[UnitGradients],
+    before_landing: Callable[[int], None],
+) -> ModelGradients:
+    """Return the gradients of the model.
+
+    Args:
+        resources: resources of the model.
+        shards: this rank's shards, by unit.
+        local: gradients of this rank's slices, by unit.
+        before_landing: function to call before gradients of a unit land; see SingleProcessGradients and GradientOutbox.
+    """
+    world = resources.world
+    if isinstance(world, MultiRankWorld):
+        outbox = GradientOutbox(shards, local, world.collectives, resources.between_ranks, before_landing)
+        return MultiRankGradients(shards, local, world.collectives, outbox)
+    return SingleProcessGradients(local, resources.landing_window, before_landing)
+
+
+def open_maker(world: World, generations: Generations | None) -> GenerationMaker:
+    return (
+        MultiRankGenerationMaker(world, generations)
+        if isinstance(world, MultiRankWorld)
+        else SingleProcessGenerationMaker()
+    )
+
+
+def open_broadcast(world: World) -> InitialValuesBroadcast:
+    return BroadcastFromFirst(world) if isinstance(world, MultiRankWorld) else NoBroadcast()
