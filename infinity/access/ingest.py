@@ -156,22 +156,31 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, homes: Sequence[StateHo
 def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, home: StateHome, source: Source | None
 ) -> None:
-    """Fill the home of an encoded group. Values that the file has in the group's codec are copied; others are
-    encoded."""
+    """Fill the home of an encoded group, which is the group or this rank's slice of it.
+
+    Values that the file has in the group's codec are copied; others are encoded. A parameter that is divided between
+    ranks is encoded by each of them.
+    """
     group = unit.full.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
+    mine = unit.shard.mine(index)
     for name, (begin, end) in group.encoded.items():
-        into = home.view()[begin:end]
+        first, last = max(begin, mine[0]), min(end, mine[1])
+        if first >= last:
+            continue  # this rank has no part of the parameter
+        into = home.view()[first - mine[0] : last - mine[0]]
         known = encoded_form(unit.parameters[name])
         if known is not None and known.codec == group.codec:
-            torch.frombuffer(into, dtype=torch.uint8).copy_(known.read())
+            torch.frombuffer(into, dtype=torch.uint8).copy_(known.read()[first - begin : last - begin])
             continue
         _, spec = unit.full.find(name)
         # It is rounded first, so that the encoded bits equal the bits of a model in this dtype.
         value = _rounded(_value_of(unit, spec, source), group.dtype)
-        if value.numel():
-            coordinator.encode(name, value, group.codec, into)
+        complete = into if last - first == end - begin else memoryview(bytearray(end - begin))
+        coordinator.encode(name, value, group.codec, complete)
+        if complete is not into:
+            into[:] = complete[first - begin : last - begin]
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:

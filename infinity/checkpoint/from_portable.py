@@ -93,7 +93,7 @@ def offload_from_copy(model: Model, copy: Copy, terms: OffloadArguments, *, file
         master = copy.master(name)
         return weights(name) if master is None else master
 
-    offload_values(model, terms, source)
+    offload_values(model, terms, source, *([copy.encoded_forms] if isinstance(copy, StoredGeneration) else []))
     try:
         coordinator = registry.coordinator_of(model)
         _require_trained(coordinator, copy)

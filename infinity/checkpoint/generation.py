@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from infinity import _native
 from infinity.access.ingest import IngestedMoment
 from infinity.config import NvmeConfig
-from infinity.durable.generation_body import GroupRecord, ModelRecord, ParameterRecord, parse_body
+from infinity.durable.generation_body import GroupRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import generation_scan
 from infinity.io.engine import open_engine
@@ -27,12 +28,13 @@ from infinity.io.headers import headers_of
 from infinity.io.manifest import Manifest
 from infinity.io.store import Extent, SwapStore
 from infinity.sharded.rank_stores import stores_in
-from infinity.sizes import round_up
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
+from infinity.state.frozen_codecs import CheckpointEncoding, encoded_form, remember
 from infinity.state.int8 import blocks_of, recut_int8, scales_of
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.shard import RankPartition, slices_of
+from infinity.state.shard import RankPartition, slices_of, slices_of_encoded
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -186,16 +188,8 @@ class GenerationPart:
 
     def _weight_bytes(self, group: GroupRecord) -> int:
         """Return the size in bytes of a group's weights in this store."""
-        if group.codec is None:
-            begin, end = self.slice_of(group)
-            return (end - begin) * dtype_of(group).itemsize
-        if not self._cut.whole:
-            raise ManifestError(self.source, f"has slices of encoded weights of unit '{group.unit}'")
-        try:
-            return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
-        except ValueError as error:
-            problem = f"has a weight of unit '{group.unit}' in a shape that {group.codec} cannot have: {error}"
-            raise ManifestError(self.source, problem) from None
+        begin, end = self.slice_of(group)
+        return (end - begin) * (dtype_of(group).itemsize if group.codec is None else 1)
 
     def _require_facts(self) -> None:
         """Require that the manifest's facts name the state formats of its groups, and the rank whose slices the store
@@ -221,8 +215,34 @@ class GenerationPart:
         return list(self._extents.values())
 
     def slice_of(self, group: GroupRecord) -> tuple[int, int]:
-        """Return the elements [begin, end) of a group that are in this store."""
-        return slices_of(group.numel, self._cut.count, self._cut.numel)[self._cut.index]
+        """Return the elements [begin, end) of a group that are in this store; for an encoded group, the bytes."""
+        if group.codec is None:
+            return slices_of(group.numel, self._cut.count, self._cut.numel)[self._cut.index]
+        nbytes = max((end for _, end in self.encoded[group.unit, group.group].values()), default=0)
+        return slices_of_encoded(round_up(nbytes, PAGE_BYTES), self._cut.count)[self._cut.index]
+
+    @cached_property
+    def encoded(self) -> dict[tuple[str, int], dict[str, tuple[int, int]]]:
+        """Byte range of each encoded parameter in its group's weights, by (unit, group) and by name.
+
+        Raises:
+            ManifestError: the codec of a group cannot encode the shape of a parameter.
+        """
+        groups = {(each.unit, each.group): each for each in self.body.model.groups if each.codec is not None}
+        shapes: dict[tuple[str, int], dict[str, torch.Size]] = {key: {} for key in groups}
+        for each in self.body.model.parameters:
+            if (each.unit, each.group) in shapes:
+                shapes[each.unit, each.group][each.name] = torch.Size(each.shape)
+        found = {}
+        for key, group in groups.items():
+            if group.codec is None:
+                raise AssertionError("a group without a codec has no encoded parameters")
+            try:
+                found[key] = encoded_ranges(group.codec, shapes[key])
+            except ValueError as error:
+                problem = f"has a weight of unit '{group.unit}' in a shape that {group.codec} cannot have: {error}"
+                raise ManifestError(self.source, problem) from None
+        return found
 
     def read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
         """Return bytes [at, at + nbytes) of this store's part of a state, uint8. Raises SwapIOError, ManifestError."""
@@ -301,9 +321,32 @@ class StoredGeneration:
         """Return the decoded values of a parameter that is stored encoded."""
         if group.codec is None:
             raise AssertionError("weights without a codec are not decoded")
-        begin, end = encoded_in(self.body.model, group)[parameter.name]
-        data = self._parts[0].read(group, "weight", begin, end - begin)
+        data = self._encoded_bytes(group, parameter)
         return decode(data, group.codec, torch.Size(parameter.shape), dtype_of(group))
+
+    def _encoded_bytes(self, group: GroupRecord, parameter: ParameterRecord) -> torch.Tensor:
+        begin, end = self._parts[0].encoded[group.unit, group.group][parameter.name]
+        return self._read(group, "weight", 1, begin, end - begin)
+
+    @contextmanager
+    def encoded_forms(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which the encoded form of each parameter that is stored encoded is known.
+
+        A run that continues with the model then has the same bytes; to decode and encode again can change bits. After
+        the context, the forms that were known before are known again, because the stores will be closed.
+        """
+        before = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            record = self._named.get(name)
+            group = None if record is None else self._groups[record.unit, record.group]
+            if record is not None and group is not None and group.codec is not None:
+                before[name] = encoded_form(parameter)
+                remember(parameter, CheckpointEncoding(group.codec, partial(self._encoded_bytes, group, record)))
+        try:
+            yield
+        finally:
+            for name, known in before.items():
+                remember(model.get_parameter(name), known)
 
     @cached_property
     def _named(self) -> dict[str, ParameterRecord]:
@@ -414,20 +457,6 @@ class StoredGeneration:
             first, last = max(first, begin), min(last, begin + numel)
             if first < last:
                 yield part, first, last
-
-
-def encoded_in(model: ModelRecord, group: GroupRecord) -> dict[str, tuple[int, int]]:
-    """Return the byte range of each encoded parameter in a group's weights. Without a codec, no parameter
-    is encoded.
-    """
-    if group.codec is None:
-        return {}
-    shapes = {
-        each.name: torch.Size(each.shape)
-        for each in model.parameters
-        if (each.unit, each.group) == (group.unit, group.group)
-    }
-    return encoded_ranges(group.codec, shapes)
 
 
 def dtype_of(group: GroupRecord) -> torch.dtype:

@@ -160,7 +160,7 @@ def link_bytes(
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(inputs, unit)
-        gathered += fetches * (ranks - 1) * unit.full.weight_bytes / ranks
+        gathered += fetches * (ranks - 1) * unit.full.home_bytes / ranks
         exchanged += inputs.passes * (ranks - 1) * unit.gradient_native
         decoded += used.fetches * _decoded_bytes(unit)
         if not inputs.limits.in_place:
@@ -220,7 +220,7 @@ def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float
 
 
 def _decoded_bytes(unit: UnitBytes) -> int:
-    return sum(group.group.weight_bytes for group in unit.groups if group.group.codec is not None)
+    return sum(group.weight_bytes for group in unit.full.groups if group.codec is not None)
 
 
 def unit_fetches(

@@ -245,9 +245,11 @@ def _encoded(layout: StorageLayout) -> str:
     """Return the log's words about encoded weights: their number and their form; '' if no weights are encoded at
     home."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
+    if not groups:
+        return ""
     codecs = " and ".join(sorted({name_of(group.codec) for group in groups if group.codec}))
-    numel = sum(spec.numel for group in groups for spec in group.specs)
-    return f", {numel / 1e6:.1f} M frozen weights as {codecs} in {format_bytes(layout.encoded_bytes)}" if groups else ""
+    numel = sum(group.values_numel for group in groups)
+    return f", {numel / 1e6:.1f} M frozen weights as {codecs} in {format_bytes(layout.encoded_bytes)}"
 
 
 def _saving(forecast: TrafficForecast) -> list[str]:

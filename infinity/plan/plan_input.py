@@ -169,8 +169,8 @@ class UnitBytes:
 
     @property
     def encoded(self) -> int:
-        """Bytes of the weights at home that are encoded: each fetch decodes them into a slot."""
-        return self.local.encoded_bytes
+        """Bytes of the encoded weights that each fetch decodes into a slot, of all ranks together."""
+        return self.full.encoded_bytes
 
     @cached_property
     def trained_weight(self) -> int:
@@ -425,7 +425,7 @@ def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:
         units: the complete units.
         near: the slice of each unit of which the rank keeps a copy.
     """
-    return sum(near.of(unit).local.weight_bytes for unit in units if not unit.stays)
+    return sum(near.of(unit).local.home_bytes for unit in units if not unit.stays)
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,13 +144,27 @@ def _warn_of_changed_layout(model: nn.Module) -> None:
         )
 
 
-def offload_values(model: Model, terms: OffloadArguments, source: Source | None) -> Model:
-    """Do the work of offload_on(), but never tile a layer."""
+def offload_values(
+    model: Model,
+    terms: OffloadArguments,
+    source: Source | None,
+    encoded: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+) -> Model:
+    """Do the work of offload_on(), but never tile a layer.
+
+    Args:
+        model: the model.
+        terms: the parsed arguments of infinity.offload.
+        source: function that returns the values of a parameter, by name; None: the model's own values.
+        encoded: function that returns a context in which the encoded forms of the values of `source` are recorded
+            (frozen_codecs.remember).
+    """
     with values_of(model) as values:
         readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
         if source is None and values.deferred:
             source = values
-        _offload(model, terms, from_source(source, in_memory), placeless=source is not None)
+        with encoded(model):
+            _offload(model, terms, from_source(source, in_memory), placeless=source is not None)
     remember_readers(model, readers)
     return model
 

@@ -16,6 +16,7 @@ import torch
 from infinity.errors import ModelError, PeerError
 from infinity.ranks.operations import AllGather, CollectiveOperation
 from infinity.ranks.world import MultiRankWorld
+from infinity.state.frozen_codecs import encoded_form
 from infinity.state.values import Source, sum_of_bits
 from infinity.units.unit import OffloadedUnit
 
@@ -69,11 +70,17 @@ class BroadcastFromFirst:
         self._taken: list[str] = []
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source:
-        names = [spec.name for group in unit.full.groups for spec in group.specs]
-        values = {name: unit.parameters[name].detach() if source is None else source(name) for name in names}
-        marks = {name: [str(value.dtype), _mark(value, all_of_it=in_memory(name))] for name, value in values.items()}
+        values, marks = dict[str, torch.Tensor](), dict[str, object]()
+        for group in unit.full.groups:
+            for name in (spec.name for spec in group.specs):
+                known = encoded_form(unit.parameters[name])
+                if known is not None and known.codec == group.codec:  # ingest copies the bytes of the file
+                    marks[name] = [known.codec, _mark(known.read(), all_of_it=False)]
+                    continue
+                value = values[name] = unit.parameters[name].detach() if source is None else source(name)
+                marks[name] = [str(value.dtype), _mark(value, all_of_it=in_memory(name))]
         for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():
-            if not in_memory(name):
+            if name not in values or not in_memory(name):
                 raise PeerError(
                     f"parameter '{name}' has different values in the files of rank {rank} and in the files of rank 0",
                     (rank,),

@@ -40,7 +40,7 @@ from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 
-_SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
+_SAME = ("master", "moments", "frozen", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config whose values must be the same on all ranks."""
 
 Tell = Callable[[str, Any], list[Any]]
@@ -117,7 +117,6 @@ class RankAgreement:
             This object with the agreed facts.
 
         Raises:
-            NotAvailableError: several ranks do not support a setting of the config yet.
             PeerError: a rank has a different model or config, or has failed. The message names the rank.
         """
         peers = self.peers
@@ -138,11 +137,6 @@ class RankAgreement:
             require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
             runs.append(run)
             least, most = list(map(min, least, memory)), max(most, theirs_copies)
-        if any(unit.encoded_bytes for unit in units):
-            raise NotAvailableError(
-                "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start "
-                "one process without torchrun"
-            )
         near = None if terms.config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
         return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
@@ -292,9 +286,9 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
 
 
 def _digest(units: Sequence[Unit]) -> str:
-    """Return a digest of the names, shapes and dtypes of all parameters, and of their assignment to units."""
+    """Return a digest of the names, shapes, dtypes and codecs of all parameters, and of their assignment to units."""
     told = [
-        (unit.name, str(group.dtype), group.trainable, group.moments, spec.name, list(spec.shape))
+        (unit.name, str(group.dtype), group.trainable, group.moments, group.codec, spec.name, list(spec.shape))
         for unit in units
         for group in unit.groups
         for spec in group.specs

@@ -43,9 +43,12 @@ class CheckpointEncoding(NamedTuple):
 _given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by identity: `==` of two parameters compares their values
 
 
-def remember(parameter: nn.Parameter, known: CheckpointEncoding) -> None:
-    """Record that a checkpoint contains this parameter in an encoded form."""
-    _given[parameter] = known
+def remember(parameter: nn.Parameter, known: CheckpointEncoding | None) -> None:
+    """Record that a checkpoint contains this parameter in an encoded form; None: forget the form."""
+    if known is None:
+        forget(parameter)
+    else:
+        _given[parameter] = known
 
 
 def remember_rows(parameter: nn.Parameter, part: nn.Parameter, begin: int, end: int) -> None:
@@ -70,10 +73,7 @@ def forget(parameter: nn.Parameter) -> None:
 def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
     """Record the encoded form of one parameter for another parameter, too. Both must have the same values; their dtypes
     may differ."""
-    if (known := encoded_form(parameter)) is None:
-        forget(another)
-    else:
-        _given[another] = known
+    remember(another, encoded_form(parameter))
 
 
 def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenName) -> dict[nn.Parameter, Codec]:

@@ -6,9 +6,12 @@ moments and gradients. Every slice begins at a multiple of SHARD_NUMEL elements.
 sum of squares, no block of int8 moments and no page, and a slice can be read with O_DIRECT directly to its place among
 the other slices. The slices of the last ranks may be shorter than the others, or empty. Slices are not padded.
 
-A slice contains at most one contiguous piece of each parameter. It can therefore be treated as a unit whose parameters
-are these pieces (`Shard.local`). The arithmetic of an update does not depend on the place of a piece, so N ranks
-compute the same bits as one rank.
+An encoded group (codec.py) is different: the bytes of the group at home are divided. A slice of these bytes begins at a
+multiple of 4 KiB, and has no parameters. The ranks put the slices together before they decode the group.
+
+A slice of any other group contains at most one contiguous piece of each parameter. It can therefore be treated as a
+unit whose parameters are these pieces (`Shard.local`). The arithmetic of an update does not depend on the place of a
+piece, so N ranks compute the same bits as one rank.
 
 Source: ZeRO (arXiv 1910.02054), which shards the states over ranks. FSDP2 instead shards along the first dimension of
 each parameter, because its DTensors need this, and must copy the data before and after each all-gather.
@@ -40,7 +43,7 @@ of ranks.
 """
 
 Range = tuple[int, int]
-"""Elements [begin, end)."""
+"""Elements [begin, end); bytes for an encoded group."""
 
 
 def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Range, ...]:
@@ -50,6 +53,12 @@ def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Rang
     """
     size = round_up(-(-numel // count), multiple)
     return tuple((min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(count))
+
+
+def slices_of_encoded(nbytes: int, count: int) -> tuple[Range, ...]:
+    """Divide the bytes of an encoded group at home over `count` ranks, and return the slices in the order of the
+    ranks."""
+    return slices_of(nbytes, count, PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,15 @@ class Shard:
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:
         """Slices of the ranks, by group."""
-        return tuple(slices_of(group.numel, self.cut.count, self.cut.numel) for group in self.full.groups)
+        return tuple(
+            slices_of(group.numel, self.cut.count, self.cut.numel)
+            if group.codec is None
+            else slices_of_encoded(group.home_bytes, self.cut.count)
+            for group in self.full.groups
+        )
 
     def mine(self, group_index: int) -> Range:
-        """Return this rank's elements of a group."""
+        """Return this rank's slice of a group."""
         return self.slices[group_index][self.cut.index]
 
     @cached_property
@@ -118,6 +132,10 @@ class Shard:
         groups, weight_offset = [], 0
         for index, group in enumerate(self.full.groups):
             begin, end = self.mine(index)
+            if group.codec is not None:
+                groups.append(_slice_of_encoded(group, end - begin, weight_offset))
+                weight_offset += end - begin
+                continue
             weight_bytes = round_up((end - begin) * group.dtype.itemsize, PAGE_BYTES)
             specs = tuple(piece for spec in group.specs if (piece := _piece(spec, begin, end)) is not None)
             groups.append(
@@ -129,18 +147,23 @@ class Shard:
         return replace(self.full, groups=tuple(groups), weight_bytes=weight_offset)
 
     def weight_range(self, group_index: int, rank: int) -> Range:
-        """Return bytes [begin, end) of a rank's slice of a group, in the weights of the complete unit.
+        """Return bytes [begin, end) of a rank's slice of a group, in the weights of the complete unit; for an encoded
+        group, in the encoded weights of the complete unit (Unit.encoded_bytes).
 
         The last slice of a group extends to the end of the last page.
         """
         group, (begin, end) = self.full.groups[group_index], self.slices[group_index][rank]
+        if group.codec is not None:
+            offset = self.full.encoded_offset(group_index)
+            return offset + begin, offset + end
         first, last = begin * group.dtype.itemsize, round_up(end * group.dtype.itemsize, PAGE_BYTES)
         if begin == end:
             last = first = min(round_up(first, PAGE_BYTES), group.weight_bytes)
         return group.weight_offset + first, group.weight_offset + last
 
     def piece(self, spec: ParameterSpec, group_index: int) -> ParameterSpec | None:
-        """Return this rank's piece of a parameter; None if the rank has no element of the parameter."""
+        """Return this rank's piece of a parameter of a group that is not encoded; None if the rank has no element of
+        the parameter."""
         return _piece(spec, *self.mine(group_index))
 
     def localize(self, wanted: Mapping[int, GroupUpdate]) -> dict[int, GroupUpdate]:
@@ -161,6 +184,11 @@ class Shard:
             if segments:
                 found[index] = replace(update, segments=segments)
         return found
+
+
+def _slice_of_encoded(group: FlatParameterGroup, nbytes: int, weight_offset: int) -> FlatParameterGroup:
+    numel = round(group.values_numel * nbytes / max(group.home_bytes, 1))
+    return FlatParameterGroup(torch.uint8, False, "fp32", (), nbytes, weight_offset, nbytes, group.codec, numel)
 
 
 def _piece(spec: ParameterSpec, begin: int, end: int) -> ParameterSpec | None:

@@ -70,6 +70,8 @@ class FlatParameterGroup:
         weight_offset: offset of the group in the unit's weights, in bytes.
         weight_bytes: bytes of the group's weights in a slot, a multiple of 4 KiB.
         codec: encoded form of the weights at home; None if the form at home is the same as in a slot.
+        slice_numel: for a rank's slice of an encoded group (shard.py), which has no parameters: the number of elements
+            whose values its bytes are, rounded; None for any other group.
     """
 
     dtype: torch.dtype
@@ -80,11 +82,12 @@ class FlatParameterGroup:
     weight_offset: int
     weight_bytes: int
     codec: Codec | None = None
+    slice_numel: int | None = None
 
     @cached_property
     def home_bytes(self) -> int:
         """Bytes of the group's weights at home, a multiple of 4 KiB."""
-        if self.codec is None:
+        if self.codec is None or self.slice_numel is not None:
             return self.weight_bytes
         return round_up(sum(end - begin for begin, end in self.encoded.values()), PAGE_BYTES)
 
@@ -93,6 +96,11 @@ class FlatParameterGroup:
         """Bytes [begin, end) of each encoded parameter in the group's home, by name; empty if the group has no
         codec."""
         return {} if self.codec is None else encoded_ranges(self.codec, {spec.name: spec.shape for spec in self.specs})
+
+    @property
+    def values_numel(self) -> int:
+        """Number of elements of the parameters, without alignment gaps."""
+        return sum(spec.numel for spec in self.specs) if self.slice_numel is None else self.slice_numel
 
     def byte_range(self, spec: ParameterSpec) -> tuple[int, int]:
         """Return bytes [start, end) of a parameter in the unit's weights."""
@@ -137,7 +145,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        return sum(spec.numel for group in self.groups for spec in group.specs)
+        return sum(group.values_numel for group in self.groups)
 
     @cached_property
     def home_bytes(self) -> int:
@@ -148,6 +156,10 @@ class Unit:
     def encoded_bytes(self) -> int:
         """Bytes at home that are decoded into a slot. They are the last bytes of the home."""
         return sum(group.home_bytes for group in self.groups if group.codec is not None)
+
+    def encoded_offset(self, group_index: int) -> int:
+        """Return the offset of an encoded group among the encoded bytes of the unit."""
+        return sum(group.home_bytes for group in self.groups[:group_index] if group.codec is not None)
 
     @cached_property
     def trained_bytes(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -57,21 +57,25 @@ class SlotDecoder:
         self._decoder = _native.WeightDecoder(pool)
 
     def start(
-        self, home: WeightsHome, data: memoryview, slot: memoryview, after: Sequence[_native.IOFuture]
+        self,
+        groups: Iterable[FlatParameterGroup],
+        data: memoryview,
+        slot: memoryview,
+        after: Sequence[_native.IOFuture],
     ) -> _native.IOFuture:
         """Start decoding once all futures of `after` are done.
 
         Args:
-            home: home of the unit's weights.
-            data: the encoded groups, concatenated.
+            groups: the complete encoded groups to decode.
+            data: the bytes of these groups at home, concatenated.
             slot: memory of the slot.
             after: futures of the reads that fill `data`.
         """
         parts: list[_native.DecodePart] = []
         begin = 0
-        for group, kept in home.encoded():
-            parts += _parts(group, data[begin : begin + kept.nbytes], slot[group.weight_offset :])
-            begin += kept.nbytes
+        for group in groups:
+            parts += _parts(group, data[begin : begin + group.home_bytes], slot[group.weight_offset :])
+            begin += group.home_bytes
         return self._decoder.decode(parts, after)
 
     def close(self) -> None:

@@ -184,6 +184,10 @@ class WeightsHome:
                 if group.codec is not None:
                     yield group, home
 
+    def encoded_groups(self) -> list[FlatParameterGroup]:
+        """Return the groups that have a codec."""
+        return [group for group, _ in self.encoded()]
+
     def move(self, lease: Lease) -> Lease:
         """Move the homes of all groups to other memory, which already contains the weights. Return the old lease."""
         before = self.lease

@@ -295,7 +295,9 @@ class HostSlotPool:
             raise AssertionError("weights that do not rest in RAM")
         begin = home.nbytes - home.encoded_bytes
         lease.tensor()[:begin].copy_(home.lease.tensor()[:begin])
-        future = self._decoding.start(home, home.lease.view(begin, home.encoded_bytes), lease.view(), [])
+        future = self._decoding.start(
+            home.encoded_groups(), home.lease.view(begin, home.encoded_bytes), lease.view(), []
+        )
         transfer = Transfer(future, home.name, "weight", 0)
         return _DecodeFetch(lease, None, [transfer], at_home=False)
 
@@ -307,7 +309,8 @@ class HostSlotPool:
         for _, kept in home.encoded():
             encoded_reads.append(store.read(kept.stored(), bounce.view(begin, kept.nbytes)))
             begin += kept.nbytes
-        future = self._decoding.start(home, bounce.view(), lease.view(), [read.future for read in encoded_reads])
+        futures = [read.future for read in encoded_reads]
+        future = self._decoding.start(home.encoded_groups(), bounce.view(), lease.view(), futures)
         decoded = store.transfer(future, next(kept for _, kept in home.encoded()).stored())
         fetch = _DecodeFetch(lease, bounce, [*reads, *encoded_reads, decoded], at_home=True)
         self._bouncing.append(fetch)

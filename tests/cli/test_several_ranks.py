@@ -263,8 +263,9 @@ def test_ranks_learn_pairs_of_answers_as_one_process_does(method: str, job: Job,
 
 
 @pytest.mark.long
-def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path) -> None:
-    flags = ["--lora", "4", "--merge", "--save-every", "2", "--verify-output"]
+@pytest.mark.parametrize("frozen", ["bf16", "nf4"])
+def test_ranks_write_a_merged_model_as_one_process_does(frozen: str, job: Job, tmp_path: Path) -> None:
+    flags = ["--lora", "4", "--merge", "--save-every", "2", "--verify-output", "--frozen", frozen]
     assert run(job | FEW, *flags) == 0
     assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW, *flags)) == [0, 0]
     require_same(tmp_path, "all")

@@ -270,10 +270,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "tokens (--batch-size <> × --sequence-length": "cli/planning/test_main.py::"
         "test_the_first_line_says_whether_it_fits_how_fast_it_is_and_what_the_drives_take",
     },
-    "cli/planning/main.py": {
-        "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
-        "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
-    },
     "cli/run_data.py": {
         "the first document of --data, with the learned": "cli/test_examples.py::"
         "test_verbose_shows_the_first_document_of_the_data",

@@ -10,6 +10,8 @@ _STORES = "tests/sharded/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
 _GROUPS = "tests/runtime/test_gather_groups.py"
+_GATHERED = "tests/sharded/test_gathered_slots.py"
+_ENCODED = "tests/runtime/test_ranks_encoded.py"
 _BEGIN = "tests/runtime/test_ranks_begin.py"
 _WRITES = "tests/runtime/test_rank_writes.py"
 
@@ -133,9 +135,37 @@ OF_RANKS = [
     Mutant(
         "copies are filled by what comes from all ranks",
         "infinity/sharded/gathered_slots.py",
-        "                arrived=None if keep is None else partial(keep.fill, index, lease),\n",
-        "",
+        "            keep.fill(index, lease)\n",
+        "            pass\n",
         (_GROUPS, "-k", "frozen_and_unused"),
+    ),
+    Mutant(
+        "a buffer of encoded weights is free once they are decoded",
+        "infinity/sharded/gathered_slots.py",
+        "        return [own(index, ahead), memory.wait_for_buffer, ",
+        "        return [own(index, ahead), ",
+        (_GATHERED, "-k", "after_what_was_in_it"),
+    ),
+    Mutant(
+        "a slice of encoded weights is not read into a buffer that is in use",
+        "infinity/sharded/gathered_slots.py",
+        "        if lease is not memory.encoded:\n",
+        "        if True:\n",
+        (_GATHERED, "-k", "after_what_was_in_it"),
+    ),
+    Mutant(
+        "a slot of several ranks is ready once its weights are decoded",
+        "infinity/sharded/gathered_slots.py",
+        "        wait_all(self._memory.decodings)\n",
+        "",
+        (_GATHERED, "-k", "when_its_weights_are_decoded"),
+    ),
+    Mutant(
+        "another number of ranks has the bytes of the encoded weights",
+        "infinity/checkpoint/from_portable.py",
+        "[copy.encoded_forms] if isinstance",
+        "[] if isinstance",
+        (_ENCODED, "-k", "goes_on_with_any_number"),
     ),
     Mutant(
         "auto keeps copies where all ranks have room for them",

@@ -51,6 +51,7 @@ class Blocks(nn.Module):
     Args:
         times: argument `times` of each Block; empty: some blocks of the same size.
         frozen: whether the first block is frozen.
+        norms: whether the matrices of all blocks are frozen, so that of a block only the norm is trained.
         twice: whether the second block is used once more at the end.
 
     Attributes:
@@ -64,6 +65,7 @@ class Blocks(nn.Module):
         times: Sequence[int] = (),
         recomputed: bool = False,
         frozen: bool = False,
+        norms: bool = False,
         twice: bool = False,
         seed: int = 0,
     ) -> None:
@@ -75,6 +77,9 @@ class Blocks(nn.Module):
         self.other = nn.Linear(WIDTH, 1, dtype=dtype)
         if frozen:
             self.blocks[0].requires_grad_(False)
+        for block in self.blocks if norms else ():
+            block.requires_grad_(False)
+            block.norm.requires_grad_(True)
 
     def forward(self, x: torch.Tensor, *, both: bool = False) -> torch.Tensor:
         for index, block in enumerate((*self.blocks, self.blocks[1]) if self.twice else self.blocks):

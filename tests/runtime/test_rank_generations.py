@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import shutil
@@ -90,30 +91,30 @@ def live(
     dtype: str = "float32",
     kill: Kill | None = None,
     copy: str = "",
+    model: dict[str, Any] | None = None,
 ) -> Life:
     """One life of this rank, or of a process alone: it goes on from what is there, or begins anew, and takes `micro`
-    batches in each step. Args: copy: a portable copy to begin with."""
+    batches in each step. Args: copy: a portable copy to begin with. model: arguments of Blocks."""
     several = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     kind = getattr(torch, dtype)
     paths, memory = {"nvme": {"paths": [folder]}}, {"memory": {"host": "256MiB", "device": "64MiB"}}
+    built = functools.partial(Blocks, kind, **(model or {}))
     with contextlib.nullcontext() if kill is None else kill.at(rank):
         try:
-            model = infinity.resume(Blocks(kind), {"commit_every": 1, **memory, **paths, **config}, device="cpu")
+            trained = infinity.resume(built(), {"commit_every": 1, **memory, **paths, **config}, device="cpu")
         except ResumeError:
             if copy:
-                model = infinity.offload_from_checkpoint(
-                    Blocks(kind), copy, {**memory, **paths, **config}, device="cpu"
-                )
+                trained = infinity.offload_from_checkpoint(built(), copy, {**memory, **paths, **config}, device="cpu")
             else:
-                model = offloaded(folder, {"commit_every": 1, **config}, kind)
-        optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
+                trained = offloaded(folder, {"commit_every": 1, **config}, kind, **(model or {}))
+        optim = infinity.AdamW(trained.parameters(), lr=1e-2, max_grad_norm=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
-        began = infinity.track(model=model, schedule=schedule)
+        began = infinity.track(model=trained, schedule=schedule)
         losses: dict[int, list[float]] = {}
         for step in range(began, until):
             for turn in range(micro):
-                loss = model(batch(step, turn * world + rank, kind))
+                loss = trained(batch(step, turn * world + rank, kind))
                 loss.backward()
                 losses.setdefault(step, []).append(loss.item())
             optim.grad_scale = torch.tensor(float(micro))
@@ -121,9 +122,9 @@ def live(
             vars(optim).pop("grad_scale", None)
             optim.zero_grad()
             schedule.step()
-        with infinity.gathered(model, model):
-            weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
-        infinity.close(model)
+        with infinity.gathered(trained, trained):
+            weights = {name: digest(parameter) for name, parameter in trained.named_parameters()}
+        infinity.close(trained)
     return Life(began, losses, weights)
 
 

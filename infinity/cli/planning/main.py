@@ -148,11 +148,6 @@ def _require_possible(ranks: int, machine: MachineRates, model: Any, config: Swa
     """Raise ConfigError for a setup that infinity does not support."""
     if machine.is_gpu and ranks > machine.gpus:
         raise ConfigError(f"--ranks {ranks}: {machine.name} has {machine.gpus}, and each rank needs one")
-    frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    if ranks > 1 and frozen and config.frozen in ("int8", "nf4"):
-        raise ConfigError(
-            "frozen weights in 4 or 8 bits with several ranks are not available yet: give --ranks 1, or --frozen bf16"
-        )
 
 
 def _config(options: PlanOptions) -> SwapConfig:

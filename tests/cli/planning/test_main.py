@@ -283,7 +283,6 @@ def test_a_plan_for_what_this_machine_does_not_have_says_in_its_first_line_that_
         (["llama-3-8b", "--frozen", "nf4"], "--frozen does nothing without --lora"),
         (["llama-3-8b", "--machine", "h100"], "h200"),
         (["llama-3-8b", "--machine", "h200", "--ranks", "8"], "each rank needs one"),
-        (["llama-3-8b", "--machine", "8xh200", "--lora", "8", "--frozen", "nf4"], "several ranks are not available"),
         (["/not/there"], "neither a directory nor one of"),
     ],
 )
@@ -345,14 +344,18 @@ def test_an_assumed_disk_is_measured_as_the_plan_says(tmp_path: Path, monkeypatc
     assert sources["disk"].startswith("profiled by infinity-bench, ")
 
 
-def test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ["gpt-j-6b", "--machine", "8xh200", "--lora", "8", "--set", "frozen=nf4"]
-    assert main(["plan", "--model", *options]) == 2
-    assert "not available yet: give --ranks 1, or --frozen bf16" in capsys.readouterr().err
-    said(capsys, *options, "--ranks", "1")
-    said(capsys, *options, "--frozen", "bf16")
+def test_each_rank_keeps_its_slice_of_frozen_weights_in_4_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["gpt-j-6b", "--machine", "8xh200", "--lora", "8", "--frozen", "nf4", "--ranks"]
+    alone, several = (
+        re.search(r"([\d.]+) M frozen weights as nf4 in ([\d.]+) (\w)iB", said(capsys, *options, ranks))
+        for ranks in ("1", "8")
+    )
+    assert alone is not None
+    assert several is not None
+    assert alone[3] == "G"
+    assert several[3] == "M"
+    assert float(several[1]) == pytest.approx(float(alone[1]) / 8, rel=0.01)
+    assert float(several[2]) == pytest.approx(float(alone[2]) * 1024 / 8, rel=0.01)
 
 
 def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> None:
