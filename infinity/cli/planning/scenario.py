@@ -395,7 +395,9 @@ class PlanScenario:
 
     def choices(self) -> Iterator[Mapping[str, Any]]:
         """Yield all combinations of changes of the swap config that might make a step faster."""
-        config, trained = self.config, any(unit.trainable_groups for unit in self._found(self.config).units)
+        config, units = self.config, self._found(self.config).units
+        trained = any(unit.trainable_groups for unit in units)
+        published = config.frozen == "auto" and any(unit.encoded_bytes for unit in units)  # a base in FP8, for example
         options: list[list[Mapping[str, Any]]] = [[{}]]
         if config.weights != "auto" or config.optimizer != "auto":
             options.append([{}, {"weights": "auto", "optimizer": "auto"}])
@@ -407,7 +409,7 @@ class PlanScenario:
             options.append([{}, {"commit_every": 0}])
         if self.batch.count > 1 and not config.vertical:
             options.append([{}, {"vertical": True}])
-        if self._has_frozen and config.frozen != "nf4" and self.ranks == 1:
+        if self._has_frozen and config.frozen != "nf4" and not published:
             options.append([{}, *({"frozen": form} for form in ("int8", "nf4") if form != config.frozen)])
         if (config.recompute, config.activations) != ("auto", "auto") and not self._in_ram:
             options.append([{}, {"recompute": "auto", "activations": "auto"}])

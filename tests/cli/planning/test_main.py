@@ -30,6 +30,7 @@ from infinity.plan.disk import DiskLimits
 from infinity.state.training_step import BatchShape
 from tests.cli.planning.scenarios import scenario_of
 from tests.cli.planning.test_model import directory
+from tests.cli.planning.test_model import directory
 from tests.io.test_store import measured
 from tests.models import llama
 
@@ -356,6 +357,18 @@ def test_each_rank_keeps_its_slice_of_frozen_weights_in_4_bits(capsys: pytest.Ca
     assert several[3] == "M"
     assert float(several[1]) == pytest.approx(float(alone[1]) / 8, rel=0.01)
     assert float(several[2]) == pytest.approx(float(alone[2]) * 1024 / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_other_forms_are_proposed_for_a_base_in_bf16_and_not_for_one_in_fp8(ranks: int, tmp_path: Path) -> None:
+    def forms(model: str) -> set[str]:
+        scenario = replace(scenario_of(model, "8xh200"), ranks=ranks)
+        scenario.model.requires_grad_(False)
+        return {changes["frozen"] for changes in scenario.choices() if "frozen" in changes}
+
+    published = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert forms(directory(tmp_path / "bf16")) == {"int8", "nf4"}
+    assert forms(directory(tmp_path / "fp8", quantization_config=published)) == set()
 
 
 def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> None:
