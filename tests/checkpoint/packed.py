@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from tests.checkpoint.fp8 import VOCABULARY, configure, qwen3
+from tests.checkpoint.fp8 import BLOCK, VOCABULARY, configure, quantized, qwen3, spread
 from tests.native.test_packed_codecs import mxfp4_values, nvfp4_values, packed
 
 BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
@@ -90,6 +90,11 @@ def _matrix(weight: torch.Tensor) -> Parts:
     return {".weight": (weight.float() / scale).to(torch.float8_e4m3fn), ".weight_scale": scale}
 
 
+def _fp8_blocks(weight: torch.Tensor) -> Parts:
+    codes, scales = quantized(weight, "bf16")
+    return {".weight": codes, ".weight_scale": scales}
+
+
 def _experts(weight: torch.Tensor) -> Parts:
     blocks = weight.float().transpose(1, 2).unflatten(-1, (-1, 32))
     exponents = torch.ceil(torch.log2(blocks.abs().amax(-1) / LARGEST))
@@ -103,7 +108,8 @@ def values_of(parts: Parts) -> torch.Tensor:
     if "_blocks" in parts:
         return mxfp4_values(unpacked(codes).flatten(-2), scales, torch.bfloat16).transpose(1, 2).contiguous()
     if codes.dtype == torch.float8_e4m3fn:
-        return (codes.float() * scales.float()).bfloat16()
+        of_blocks = scales.dim() == 2 and scales.shape[0] < codes.shape[0]
+        return (codes.float() * (spread(scales, codes.shape) if of_blocks else scales.float())).bfloat16()
     if ".weight_shape" in parts:
         numbers = unpacked(codes.view(torch.uint8)).float() - 8
         return (numbers * scales.float().repeat_interleave(32, -1)).bfloat16()
@@ -247,6 +253,22 @@ FORMS = {
         codec=frozenset({f"fp8_block:1x{columns}:bf16" for columns in (160, 192, 576)}),
         config=_of_compressed_tensors(
             "float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True, dynamic=False
+        ),
+        **_QWEN,
+    ),
+    "fp8 of blocks": Form(
+        "FP8",
+        parts=_fp8_blocks,
+        ends={"codes": ".weight", "scales": ".weight_scale"},
+        codec=frozenset({"fp8_block:128x128:bf16"}),
+        config=_of_compressed_tensors(
+            "float-quantized",
+            num_bits=8,
+            type="float",
+            strategy="block",
+            block_structure=list(BLOCK),
+            symmetric=True,
+            dynamic=False,
         ),
         **_QWEN,
     ),
