@@ -178,7 +178,10 @@ def _fill_encoded(
         # It is rounded first, so that the encoded bits equal the bits of a model in this dtype.
         value = _rounded(_value_of(unit, spec, source), group.dtype)
         complete = into if last - first == end - begin else memoryview(bytearray(end - begin))
-        coordinator.encode(name, value, group.codec, complete)
+        if value.numel():
+            coordinator.encode(name, value, group.codec, complete)
+        else:
+            complete[:] = bytes(len(complete))
         if complete is not into:
             into[:] = complete[first - begin : last - begin]
 

@@ -336,7 +336,7 @@ class StoredGeneration:
         the context, the forms that were known before are known again, because the stores will be closed.
         """
         before = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in model.named_parameters():
             record = self._named.get(name)
             group = None if record is None else self._groups[record.unit, record.group]
             if record is not None and group is not None and group.codec is not None:

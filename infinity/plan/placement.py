@@ -169,7 +169,7 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
     if config.weights != "auto":
         return none if config.weights == "nvme" else TierSplit(config.weights, inputs.every)
     room -= _host_bytes(inputs, none, states_in_ram) + _bounce_bytes(inputs)
-    if inputs.cost(inputs.weight) <= room or not config.nvme.paths:
+    if inputs.cost(inputs.weight) + _upload_bytes(inputs, inputs.every) <= room or not config.nvme.paths:
         share = limits.for_weights - inputs.resident_bytes
         there = inputs.slots + inputs.decoding_bytes + inputs.ring_bytes_min
         on_device = not (limits.in_place or limits.slice_count) and there <= share

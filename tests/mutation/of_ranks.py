@@ -247,7 +247,7 @@ OF_RANKS = [
     Mutant(
         "ranks train on the files of one checkpoint",
         "infinity/sharded/initial_values.py",
-        "            if not in_memory(name):\n",
+        "            if name not in values or not in_memory(name):\n",
         "            if False:\n",
         (_BEGIN, "-k", "different_checkpoints"),
     ),

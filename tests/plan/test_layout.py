@@ -98,9 +98,9 @@ def test_extents_fill_the_swap_file_and_leases_the_arena(
     assert layout.swap.scratch == sum(state.nbytes for state in gradients if state.offsets)
     leases = [state.lease_bytes for state in kept(layout) + gradients]
     moving = budgets.shadow_bytes + budgets.landing_bytes + budgets.staging.nbytes + budgets.staging.ahead_bytes
-    assert (
-        layout.arena.nbytes == sum(leases) + moving + layout.arena.transfers + layout.arena.bounce + layout.arena.copies
-    )
+    arena = layout.arena
+    rings = arena.transfers + arena.bounce + arena.copies + arena.commits + arena.activations
+    assert arena.nbytes == sum(leases) + moving + rings
     assert layout.checksum_bytes == (end // PAGE_BYTES * 4 if config["nvme"]["checksums"] else 0)
     assert made.host_bytes <= budgets.limits.host
     assert made.device_bytes <= budgets.limits.device

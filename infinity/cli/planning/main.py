@@ -113,7 +113,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device) -> PlanSce
         warnings += _missing_here(machine, config)
     if ranks > 1 and machine.is_gpu:
         warnings.append("several ranks on GPUs are not available yet: this is a prediction of what they would do")
-    _require_possible(ranks, machine, model, config)
+    _require_possible(ranks, machine)
     from infinity.runtime.experts import cut_banks
 
     cut_banks(model, config.experts if ranks == 1 else "together")
@@ -144,7 +144,7 @@ def _missing_here(machine: MachineRates, config: SwapConfig) -> Iterator[str]:
             yield f"{error} A run would end with this error."
 
 
-def _require_possible(ranks: int, machine: MachineRates, model: Any, config: SwapConfig) -> None:
+def _require_possible(ranks: int, machine: MachineRates) -> None:
     """Raise ConfigError for a setup that infinity does not support."""
     if machine.is_gpu and ranks > machine.gpus:
         raise ConfigError(f"--ranks {ranks}: {machine.name} has {machine.gpus}, and each rank needs one")
