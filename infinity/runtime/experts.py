@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from infinity.coordinator import registry
-from infinity.errors import ModelError, StaleWeightsError
+from infinity.errors import ModelError, ResumeError, StaleWeightsError
 from infinity.ranks.ranks import has_others
 from infinity.runtime.expert_adapters import (
     TileAdapter,
@@ -157,6 +157,11 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     Args:
         model: the model whose layers are tiled in place.
         shapes: shapes of the earlier run's parameters, by name.
+
+    Raises:
+        ModelError: the experts of the earlier run were apart, and cannot be apart in this model.
+        ResumeError: the experts of the earlier run were apart, and there are several ranks. Each rank would fetch the
+            experts that its own tokens are routed to, and fetches of several ranks are collectives.
     """
     tile_as_linear(model, shapes)
     begins: dict[str, set[int]] = {}
@@ -166,6 +171,11 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     for name, found in begins.items():
         module = modules.get(name)
         if module is not None and why_no_bank(module) == "" and max(found) < _experts(module):
+            if has_others():
+                raise ResumeError(
+                    f"in the run, the experts of '{name}' were apart, and with several ranks experts are together. "
+                    "Resume with one process, without torchrun."
+                )
             if why := why_not_adapted(wrappers.get(module, ())):
                 raise ModelError(f"each expert of '{name}' was a unit in the earlier run, and cannot be one now: {why}")
             make_bank(module, sorted(found), wrappers.get(module, ()))

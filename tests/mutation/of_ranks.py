@@ -168,6 +168,13 @@ OF_RANKS = [
         (_ENCODED, "-k", "goes_on_with_any_number"),
     ),
     Mutant(
+        "experts that were apart go on in one process only",
+        "infinity/runtime/experts.py",
+        "            if has_others():\n",
+        "            if False:\n",
+        (_ENCODED, "-k", "experts_that_were_apart"),
+    ),
+    Mutant(
         "auto keeps copies where all ranks have room for them",
         "infinity/sharded/rank_agreement.py",
         " and 2 * most > least[1] else",

@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 import infinity
 from infinity.coordinator import registry
-from infinity.errors import PeerError
+from infinity.errors import PeerError, ResumeError
+from infinity.runtime import experts
 from infinity.sharded.initial_values import _SAMPLE_NUMEL
 from infinity.sizes import PAGE_BYTES
 from tests.checkpoint.fp8 import changed, qwen3, write_fp8
 from tests.checkpoint.frozen_bases import trained, with_adapters
 from tests.conftest import weights_of
+from tests.models import qwen3_moe
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, digest, offloaded, train
 from tests.runtime.test_gather_groups import MACHINES
@@ -135,3 +137,40 @@ def test_ranks_with_different_forms_are_told(tmp_path: Path) -> None:
     for outcome in ended(2, with_forms, str(tmp_path), ["nf4", "int8"]):
         assert isinstance(outcome.error, PeerError)
         assert "frozen" in str(outcome.error)
+
+
+def of_a_mixture(folder: str, begins: bool, together: bool) -> int:
+    """Take a step, or resume and take one more. Return the number of steps before."""
+    experts._each = lambda nbytes: 1  # the process of this rank trains nothing else
+    torch.manual_seed(0)
+    model, inputs = qwen3_moe()
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    config = NVME | {
+        **{"frozen": "nf4", "experts": "together" if together else "apart", "commit_every": 1},
+        **{"memory": {"device": "64MiB", "host": "256MiB"}, "nvme": {"paths": [folder]}},
+    }
+    (infinity.offload if begins else infinity.resume)(model, config, device="cpu")
+    optim = infinity.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    began = infinity.track(model=model)
+    model(**inputs).loss.backward()
+    optim.step()
+    infinity.close(model)
+    return began
+
+
+def test_experts_that_were_apart_do_not_go_on_with_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run(1, of_a_mixture, folder, True, False) == [0]
+    for outcome in ended(2, of_a_mixture, folder, False, False):
+        assert isinstance(outcome.error, ResumeError)
+        assert "were apart, and with several ranks experts are together" in str(outcome.error)
+    assert run(1, of_a_mixture, folder, False, False) == [1], "as the error says, one process goes on"
+
+
+def test_experts_together_on_an_encoded_base_go_on_with_ranks_and_back(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert run(1, of_a_mixture, folder, True, True) == [0]
+    assert run(2, of_a_mixture, folder, False, True) == [1, 1]
+    assert run(1, of_a_mixture, folder, False, True) == [2]

@@ -30,7 +30,6 @@ from infinity.plan.disk import DiskLimits
 from infinity.state.training_step import BatchShape
 from tests.cli.planning.scenarios import scenario_of
 from tests.cli.planning.test_model import directory
-from tests.cli.planning.test_model import directory
 from tests.io.test_store import measured
 from tests.models import llama
 
