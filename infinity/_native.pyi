@@ -38,6 +38,17 @@ class Arena:
     """One anonymous, 2 MiB-aligned mapping of exactly `nbytes` bytes; pages are touched on first use."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, numa_node: int = -1) -> None: ...
+    @staticmethod
+    def shared(fd: int, nbytes: int) -> Arena:
+        """Map memory that several processes share.
+
+        Args:
+            fd: file of at least `nbytes` bytes, such as a memfd; it may be closed afterwards.
+            nbytes: bytes to map.
+
+        Raises:
+            OSError: the mapping failed.
+        """
     @property
     def address(self) -> int: ...
     @property
@@ -47,9 +58,27 @@ class Arena:
     def touch(self, pool: ThreadPool) -> None:
         """Make all pages resident, using all threads. The content of the pages does not change."""
     def give_back(self) -> None:
-        """Return the pages to the system. The content of the pages is lost, and they read as zeros afterwards."""
+        """Return the pages to the system, for all processes that have mapped them. The content of the pages is lost,
+        and they read as zeros afterwards."""
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
+
+class SharedCounters:
+    """Counters, one in each 64 bytes of memory that several processes have mapped.
+
+    What a process wrote before it advanced a counter is visible to every process that has seen the new value.
+    """
+
+    def __init__(self, memory: Buffer) -> None: ...
+    @property
+    def count(self) -> int: ...
+    def load(self, index: int) -> int: ...
+    def advance(self, index: int, value: int) -> None:
+        """Set a counter, and wake the processes that wait for it. Only one process advances a counter."""
+    def add(self, index: int) -> int:
+        """Add 1, and return the value before. Any process may call this."""
+    def wait(self, index: int, value: int, timeout_s: float) -> bool:
+        """Wait until a counter is at least `value`, and return whether it is."""
 
 class File:
     """Swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, and O_DIRECT if the file system supports it in 4 KiB blocks.

@@ -173,6 +173,13 @@ class RanksConfig(_Section):
     weights in RAM (ZeRO-2). auto: node if there are several machines and the copy takes at most half of memory.host,
     else world. Never changes a bit of the result.
     """
+    wire: Literal["auto", "host", "gloo"] = "auto"
+    """Way of the weights to the ranks. Never changes a bit of the result.
+
+    host: the ranks of one machine keep one copy of all weights in RAM that they share, and each rank uses this copy.
+    It needs all weights in RAM (weights: host) and all ranks on one machine. gloo: each rank keeps a slice of the
+    weights, and the ranks send the slices to each other for each use (gather). auto: host if it is possible.
+    """
     deadline_s: Annotated[float | None, BeforeValidator(_number)] = Field(
         default=None, gt=0, le=604800, allow_inf_nan=False
     )

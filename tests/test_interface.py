@@ -118,6 +118,7 @@ KEYS: dict[str, object] = {
     "update.tile": None,
     "update.threads": None,
     "ranks.gather": "auto",
+    "ranks.wire": "auto",
     "ranks.deadline_s": None,
     "overlap": "auto",
     "vertical": False,

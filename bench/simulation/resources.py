@@ -21,6 +21,7 @@ from infinity.plan.plan import Plan
 from infinity.ranks.world import SingleProcessWorld
 from infinity.tiers import resources
 from infinity.tiers.resources import ModelResources
+from infinity.tiers.weights_memory import RankResources
 from simulation.disk import Disk
 from simulation.gpu import Gpu
 from simulation.native import Pool
@@ -55,5 +56,5 @@ def open_resources(plan: Plan, disk: Disk, pool: Pool, pipeline: object, gpu: Gp
         patches.enter_context(mock.patch.object(_native, "ThreadPool", return_value=pool))
         patches.enter_context(mock.patch.object(_native, "UpdatePipeline", return_value=pipeline))
         return ModelResources(
-            plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device, world=SingleProcessWorld()
+            plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device, RankResources(SingleProcessWorld())
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from infinity.plan.plan import Plan
 from infinity.ranks.world import SingleProcessWorld
+from infinity.sharded.rank_dependent_parts import open_landing_queue
 from infinity.state.unit import Unit
 from infinity.state.update_request import GroupUpdate, SegmentRequest
 from infinity.tiers.slots import open_slots
@@ -137,7 +138,10 @@ class Rooms:
         self.shadows = SpeculativeUpdateBuffers(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
         self.health = ModelHealth(SingleProcessWorld())
         sums = ResidentSums(None)  # without memory: the sums are imitated (resident.py)
-        gradients = [UnitGradients(unit, groups_of(unit, self.resources, sums)) for unit in units]
+        gradients = [
+            UnitGradients(unit, groups_of(unit, self.resources, sums, open_landing_queue(self.resources)))
+            for unit in units
+        ]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = BackwardPasses([each.arrivals for each in gradients])
         self.update_queue = UpdateQueue(self.resources, self.shadows)
@@ -157,7 +161,7 @@ class Rooms:
             self.resources,
             self.update_queue,
             timeline,
-            open_slots(self.resources),
+            open_slots(self.resources, [homes.weights for homes in self.resources.units]),
             SingleProcessFetchRules(),
         )
 

@@ -54,6 +54,20 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
   huge_pages_ = huge_pages && madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE) == 0;
 }
 
+Arena::Arena(int fd, std::size_t nbytes) : nbytes_(nbytes), shared_(true), pid_(getpid()) {
+  if (nbytes == 0) throw std::invalid_argument("an arena needs at least one byte");
+  mapping_bytes_ = nbytes;
+  mapping_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (mapping_ == MAP_FAILED) {
+    throw std::system_error(errno, std::generic_category(), "cannot map " + std::to_string(nbytes) + " shared bytes");
+  }
+  address_ = static_cast<std::byte*>(mapping_);
+  madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
+  madvise(mapping_, mapping_bytes_, MADV_DONTDUMP);
+  // The kernel follows this advice only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise".
+  huge_pages_ = madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE) == 0;
+}
+
 Arena::~Arena() {
   // A forked child does not have the mapping (MADV_DONTFORK); by now the child may use these addresses for other
   // memory.
@@ -61,7 +75,10 @@ Arena::~Arena() {
 }
 
 void Arena::give_back() {
-  if (getpid() == pid_) madvise(address_, (nbytes_ + kPageBytes - 1) / kPageBytes * kPageBytes, MADV_DONTNEED);
+  if (getpid() != pid_) return;
+  // MADV_DONTNEED would only unmap shared pages from this process.
+  const int advice = shared_ ? MADV_REMOVE : MADV_DONTNEED;
+  madvise(address_, (nbytes_ + kPageBytes - 1) / kPageBytes * kPageBytes, advice);
 }
 
 void Arena::touch(ThreadPool& pool) {

@@ -1,4 +1,5 @@
-// The only pinned allocation: an anonymous, page-aligned mapping of exactly the requested size.
+// Page-aligned mappings of exactly the requested size: the pinned allocation of a process, and memory that processes
+// share.
 #pragma once
 
 #include <sys/types.h>
@@ -12,12 +13,15 @@ namespace infinity {
 // Life cycle: mmap (huge pages advised) → [Python: cudaHostRegister] → division into leases by Python → munmap. A page
 // becomes resident at its first use. Excluded from fork (MADV_DONTFORK) and from core dumps (MADV_DONTDUMP).
 //
-// Invariant: address() is 2 MiB-aligned and never moves.
+// Invariant: address() never moves. It is 2 MiB-aligned, or 4 KiB-aligned in shared memory.
 class Arena {
  public:
   // Throws std::system_error when the mapping fails; std::invalid_argument when nbytes is 0.
   // `numa_node`: node that the pages should come from, or -1.
   Arena(std::size_t nbytes, bool huge_pages, int numa_node = -1);
+  // Maps memory that several processes share. `fd`: file of at least `nbytes`, such as a memfd, which may be closed
+  // afterwards. Throws the same errors.
+  Arena(int fd, std::size_t nbytes);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
@@ -26,7 +30,8 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Makes all pages resident, with all threads of the pool: a single thread reaches 4 GB/s.
   void touch(ThreadPool& pool);
-  // Returns the pages to the system. The content of the pages is lost: they read as zeros afterwards.
+  // Returns the pages to the system. The content of the pages is lost, for all processes that have mapped them: they
+  // read as zeros afterwards.
   void give_back();
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }
@@ -37,6 +42,7 @@ class Arena {
   std::byte* address_ = nullptr;
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;
+  bool shared_ = false;
   pid_t pid_;
 };
 

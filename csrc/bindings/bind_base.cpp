@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "base/arena.hpp"
+#include "base/shared_counters.hpp"
 #include "bindings/common.hpp"
 
 namespace infinity::bindings {
@@ -125,6 +126,12 @@ struct ArenaView {
   std::size_t nbytes;
 };
 
+// Counters, and the memory that they are in.
+struct PyCounters {
+  Memory memory;
+  SharedCounters counters;
+};
+
 py::memoryview view_of(const std::shared_ptr<Arena>& arena, std::size_t offset, std::size_t nbytes) {
   if (offset > arena->nbytes() || nbytes > arena->nbytes() - offset) {
     throw py::value_error("bytes [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
@@ -152,6 +159,9 @@ void bind_base(py::module_& module) {
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init<std::size_t, bool, int>(), py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true,
            py::arg("numa_node") = -1)
+      .def_static(
+          "shared", [](int fd, std::size_t nbytes) { return std::make_shared<Arena>(fd, nbytes); }, py::arg("fd"),
+          py::arg("nbytes"))
       .def_property_readonly("address",
                              [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
       .def_property_readonly("nbytes", &Arena::nbytes)
@@ -166,6 +176,31 @@ void bind_base(py::module_& module) {
           py::arg("pool"))
       .def("give_back", &Arena::give_back, py::call_guard<py::gil_scoped_release>())
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"));
+
+  py::class_<PyCounters>(module, "SharedCounters")
+      .def(py::init([](const py::object& memory) {
+             Memory held = memory_from(memory, true, "memory");
+             return std::make_unique<PyCounters>(PyCounters{held, SharedCounters(held.data, held.nbytes)});
+           }),
+           py::arg("memory"))
+      .def_property_readonly("count", [](const PyCounters& self) { return self.counters.count(); })
+      .def(
+          "load", [](const PyCounters& self, std::size_t index) { return self.counters.load(index); }, py::arg("index"))
+      .def(
+          "advance",
+          [](PyCounters& self, std::size_t index, std::uint32_t value) { self.counters.advance(index, value); },
+          py::arg("index"), py::arg("value"))
+      .def(
+          "add", [](PyCounters& self, std::size_t index) { return self.counters.add(index); }, py::arg("index"))
+      .def(
+          "wait",
+          [](const PyCounters& self, std::size_t index, std::uint32_t value, double timeout_s) {
+            const auto timeout =
+                std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(timeout_s));
+            const py::gil_scoped_release unlocked;
+            return self.counters.wait(index, value, timeout);
+          },
+          py::arg("index"), py::arg("value"), py::arg("timeout_s"));
 
   py::class_<Failure>(module, "Failure")
       .def_property_readonly("kind",

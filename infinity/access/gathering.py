@@ -305,13 +305,16 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
 
 
 def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]) -> None:
-    """Write new values to the slot, and from there to the homes of weights and residuals."""
+    """Write new values to the slot, and from there to the homes of weights and residuals.
+
+    The slot may be memory that all ranks share. No rank writes to it while another rank still compares the old values.
+    """
     fresh = _residuals(coordinator, unit, changed)
+    coordinator.synchronize_uploads()
+    coordinator.world.tell("comparing weights", None)
     for name in changed:
         unit.own_value(name).copy_(unit.parameters[name])
     touched = {unit.full.groups.index(unit.full.find(name)[0]) for name in changed}
-    if touched:
-        coordinator.synchronize_uploads()
     for index in sorted(touched):
         weights = unit.own_slice(index)
         if not weights.numel():

@@ -71,17 +71,17 @@ def open_coordinator(
         _require_free(found)
         agreement = agreement.agreed(terms, found.units)
 
-        def plan_of(commits: CommitFrequency | None) -> Plan:
-            return plan_for(model, found, terms, agreement.peers, commits)
+        def plan_of(commits: CommitFrequency | None, peers: PeerFacts) -> Plan:
+            return plan_for(model, found, terms, peers, commits)
 
         try:
-            plan = plan_of(None)
+            plan = plan_of(None, agreement.peers)
         except DeviceRoomError as error:
             agreement.world.tell("planning", None)
             raise error.among(agreement.peers) from None
-        commits = agreement.commits(plan.placement.commits)
-        if commits != plan.placement.commits:
-            plan = plan_of(commits)
+        commits, peers = agreement.planned(plan)
+        if commits != plan.placement.commits or peers.shared != plan.peers.shared:
+            plan = plan_of(commits, peers)
         return _open(model, found, terms, plan, agreement, fill), found
 
 
@@ -108,9 +108,7 @@ def _open(
     else:
         agreement.begin_run(config.nvme, replaces=terms.replaces)
     nvme = agreement.nvme(config.nvme)
-    resources = ModelResources(
-        plan, nvme, terms.device, terms.faults, resume=resumes, world=agreement.world, run=agreement.run
-    )
+    resources = ModelResources(plan, nvme, terms.device, agreement.resources(plan), terms.faults, resume=resumes)
     try:
         optimizers = RegisteredOptimizers[CoordinatedOptimizer]()
         maker = open_maker(resources.world, resources.generations)
@@ -123,6 +121,7 @@ def _open(
         with agreement.telling():
             agreement.stores_are_open(config.nvme, resume=resumes)
             fill(coordinator)
+            coordinator.filled()
     except BaseException:
         coordinator.close()
         registry.give_back_signals()

@@ -46,7 +46,13 @@ from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import Extent
 from infinity.plan.plan import Plan
-from infinity.sharded.rank_dependent_parts import open_broadcast, open_fetch_rules, open_gradients, open_pool
+from infinity.sharded.rank_dependent_parts import (
+    open_broadcast,
+    open_fetch_rules,
+    open_gradients,
+    open_landing_queue,
+    open_pool,
+)
 from infinity.state.codec import Codec, encode
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterPlace, Unit
@@ -136,7 +142,8 @@ class Coordinator(ParameterLender):
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
         released, shadows = released_class(self), _open_shadows(shards, resources)
         sums = ResidentSums(None if resources.device is None else resources.device.scratch)
-        gradients = [UnitGradients(each.full, groups_of(each.local, resources, sums)) for each in shards]
+        queue = open_landing_queue(resources)
+        gradients = [UnitGradients(each.full, groups_of(each.local, resources, sums, queue)) for each in shards]
         self.units = [
             OffloadedUnit(
                 each, ParameterViews(each.full, named, released), homes, of_unit, self.timeline, self.health, shadows
@@ -253,7 +260,7 @@ class Coordinator(ParameterLender):
     def rewrote(self, index: int, names: Iterable[str]) -> None:
         """Record that parameters of a unit got new values, other than by a step, after the model was filled."""
         self.rewritten.update(names)
-        self.units[index].weights.bump()  # tensors saved for backward have the old values
+        self.fetcher.weights_changed(self.units[index])  # tensors saved for backward have the old values
         self.commits.touched()
 
     def places(self) -> Iterator[tuple[nn.Parameter, ParameterPlace]]:
@@ -995,6 +1002,10 @@ class Coordinator(ParameterLender):
         """
         self.resources.read_homes()
         self.fetcher.adopt()
+
+    def filled(self) -> None:
+        """Record that all states have their first values. Other ranks may use this rank's weights from now on."""
+        self.fetcher.filled()
 
     def resume(self, step: int, run: str, body: GenerationBody) -> None:
         """Continue a run from one of its generations. The model already has the states of the generation."""

@@ -174,17 +174,30 @@ class PinnedArena(ArenaRegion):
     not used by the run therefore costs nothing.
     """
 
-    def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
+    def __init__(self, nbytes: int, *, numa_node: int = -1, fd: int | None = None) -> None:
+        """Map memory.
+
+        Args:
+            nbytes: bytes to map.
+            numa_node: node that the pages should come from; -1 for any node.
+            fd: file of memory that several processes share, of at least `nbytes` bytes; None: memory of this process.
+        """
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
-        super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
+        native = _native.Arena(nbytes, numa_node=numa_node) if fd is None else _native.Arena.shared(fd, nbytes)
+        super().__init__(native, 0, nbytes)
+        self._touches = fd is None  # a page of shared memory belongs to the process that writes it first
         self._pinned = False
         self._unpin: Callable[[], object] = lambda: None
 
     def give_all_back(self) -> None:
         """Return the memory to the system. Nothing may use the memory afterwards, even if references to it still
         exist."""
-        self._unpin()
+        self.unpin()
         self.memory.give_back()
+
+    def unpin(self) -> None:
+        """Undo `pin`. A second call does nothing."""
+        self._unpin()
 
     def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None) -> str:
         """Pin the pages for copies to and from the device.
@@ -198,7 +211,7 @@ class PinnedArena(ArenaRegion):
             The reason why the runtime refused, or ''. After a refusal, copies are slower, but correct.
         """
         began = time.perf_counter()
-        if pool is not None and accelerator.pins_resident:
+        if self._touches and pool is not None and accelerator.pins_resident:
             self.memory.touch(pool)
         refused = accelerator.pin(self.memory.address, self.nbytes)
         if not refused:

@@ -43,7 +43,7 @@ def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[RingSize]
     units = [unit.full for unit in inputs.units]
     two = sorted(unit.gradient_bytes for unit in units)[-2:]
     rings = [RingSize(inputs.ring_bytes_min), RingSize(sum(two))]
-    if inputs.config.vertical:
+    if inputs.config.vertical and not inputs.limits.slice_count:  # each rank sends the gradients of each micro-batch
         rings.append(RingSize(_adding_up(units, sites), adds_up=True))
     return rings
 

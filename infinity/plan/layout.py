@@ -63,11 +63,14 @@ class UnitLayout:
     """The places of all states of a unit.
 
     Attributes:
+        local: the part of the unit that this rank keeps.
+        full: the complete unit.
         gradients: places of the gradients of each group, in the order of the groups; a frozen group's place has 0
             bytes.
     """
 
     local: Unit
+    full: Unit
     groups: tuple[GroupLayout, ...]
     gradients: tuple[StateLayout, ...]
 
@@ -118,6 +121,7 @@ class ArenaBytes:
 
     Attributes:
         weights, states, gradients: weights, optimizer states and gradients that rest in RAM.
+        shared_weights: this rank's part of the weights that all ranks share, which are not in the arena.
         shadows: new weights and states of speculative updates.
         landing: the window that gradients land in.
         staging: the update's tiles, including the tiles that are read ahead.
@@ -132,6 +136,7 @@ class ArenaBytes:
     """
 
     weights: int
+    shared_weights: int
     states: int
     gradients: int
     shadows: int
@@ -234,7 +239,10 @@ def lay_out(
     kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.all_units]
     kept_bytes = file.nbytes
     spilled = [_lay_out_gradients(unit, gradients, placement, file) for unit in inputs.all_units]
-    units = tuple(map(UnitLayout, (unit.local for unit in inputs.all_units), kept, spilled))
+    units = tuple(
+        UnitLayout(unit.local, unit.full, groups, of_gradients)
+        for unit, groups, of_gradients in zip(inputs.all_units, kept, spilled, strict=True)
+    )
     stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
     swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
     return StorageLayout(
@@ -287,10 +295,11 @@ def _lay_out_gradients(
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budgets: Budgets) -> ArenaBytes:
     limits = budgets.limits
-    slots_are_here = limits.in_place and (limits.slice_count or placement.weights.tier == "nvme" or budgets.decodes)
+    slots_are_here = limits.in_place and (limits.gathers or placement.weights.tier == "nvme" or budgets.decodes)
     weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
-        weights=weights,
+        weights=0 if limits.shared else weights,
+        shared_weights=weights if limits.shared else 0,
         states=sum(state.lease_bytes for unit in units for state in unit.kept()) - weights,
         gradients=sum(gradient.lease_bytes for unit in units for gradient in unit.gradients),
         shadows=budgets.shadow_bytes,

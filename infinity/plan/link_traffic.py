@@ -160,12 +160,13 @@ def link_bytes(
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(inputs, unit)
-        gathered += fetches * (ranks - 1) * unit.full.home_bytes / ranks
+        if inputs.limits.gathers:
+            gathered += fetches * (ranks - 1) * unit.full.home_bytes / ranks
         exchanged += inputs.passes * (ranks - 1) * unit.gradient_native
         decoded += used.fetches * _decoded_bytes(unit)
         if not inputs.limits.in_place:
-            up += fetches * unit.weight + again * unit.full.weight_bytes
-            down += inputs.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
+            up += fetches * unit.full.home_bytes + again * unit.full.weight_bytes
+            down += inputs.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.full.gradient_bytes)
         loads[unit.index] = _load(inputs, placement, unit, used, speculates=unit.index in early)
     return LinkBytes(
         weights=round(weights),
@@ -234,14 +235,14 @@ def unit_fetches(
     slotted = [unit for unit in inputs.units if _takes_slot(inputs, placement, unit)]
     speculating = speculates(inputs, placement, clips=clips)
     # An update makes the contents of some slots invalid: slots on a device, and slots that several ranks fill together.
-    in_place = limits.in_place and not limits.slice_count
+    in_place = limits.in_place and not limits.gathers
     # The slot of encoded weights that rest in RAM is a copy, which an update makes invalid, too.
     copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
     stale = speculating | copied if in_place else {unit.index for unit in slotted}
     void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
     visited = _visited(inputs, slotted, sites, budgets.slot_bytes, void)
     takes_slot = {unit.index for unit in slotted}
-    reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.slice_count)
+    reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.gathers)
     found = {}
     for unit in inputs.units:
         counted = visited.get(unit.index, FetchCounts())
@@ -292,7 +293,7 @@ def _visited(
             sum(unit.full.weight_bytes for unit in staying),
             frozenset(void),
             in_place=inputs.limits.in_place,
-            divided=inputs.limits.slice_count > 0,
+            divided=inputs.limits.gathers,
         )
     )
 

@@ -192,7 +192,7 @@ def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
     If the device has no memory of its own, return the bytes of the encoded weights of the two largest units on NVMe.
     Several ranks put the encoded weights together in two buffers for any unit (sharded/gathered_slots.py).
     """
-    if inputs.limits.in_place and inputs.limits.slice_count:
+    if inputs.limits.in_place and inputs.limits.gathers:
         return 2 * max((unit.encoded for unit in inputs.units), default=0)
     if inputs.limits.in_place:
         return sum(sorted(unit.encoded for unit in inputs.units if unit.index not in weights_in_ram)[-2:])

@@ -117,7 +117,7 @@ class Plan:
         memory.device.
         """
         of_device = self.device_bytes if self.budgets.limits.in_place else 0
-        return self.layout.arena.nbytes - of_device + self.layout.checksum_bytes
+        return self.layout.arena.nbytes + self.layout.arena.shared_weights - of_device + self.layout.checksum_bytes
 
     def describe(self) -> str:
         """Return a few lines for the log: every tier, every budget, and the predicted traffic."""
@@ -210,6 +210,9 @@ def _between_ranks(peers: PeerFacts, layout: StorageLayout) -> list[str]:
     """Return the log's line about the ranks from which weights are gathered; empty if there is one rank."""
     if peers.cut.whole:
         return []
+    if peers.shared:
+        every = format_bytes(sum(unit.full.home_bytes for unit in layout.units))
+        return [f"  ranks        {peers.cut.count} on this machine; one copy of the weights in RAM ({every} for all)"]
     if peers.near is None:
         return [f"  ranks        weights come from all {peers.cut.count} (ZeRO-3)"]
     near = 1 if peers.near is None else peers.near.count

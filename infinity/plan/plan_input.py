@@ -41,13 +41,13 @@ class MemoryLimits:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that infinity keeps or stages in RAM.
         in_place: whether the device has no memory of its own, so that both budgets are RAM.
-        slice_count: number of ranks over which every unit is divided. The unit's weights are gathered in a slot for
-            each use. 0: units are not divided.
+        slice_count: number of ranks over which every unit is divided. 0: units are not divided.
         ranks: number of ranks that divide the machine's budgets. These limits are the share of one rank.
         activations: bytes of `device` that activations need; None: not known, or the device has no memory of its own.
         block: bytes of `activations` that the backward of one block, or the loss, needs; None: not known.
         away: bytes of activations that a pass moves to NVMe, or to RAM that `activations: auto` has reserved; 0: not
             known, or none.
+        shared: whether the ranks share one copy of all weights in RAM (PeerFacts.shared).
     """
 
     device: int
@@ -58,6 +58,7 @@ class MemoryLimits:
     activations: int | None = None
     block: int | None = None
     away: int = 0
+    shared: bool = False
 
     @property
     def for_weights(self) -> int:
@@ -84,9 +85,14 @@ class MemoryLimits:
         return f" for each of the {self.ranks} ranks on this machine" if self.ranks > 1 else ""
 
     @property
+    def gathers(self) -> bool:
+        """Whether the ranks gather weights from their slices, in a slot for each use."""
+        return self.slice_count > 0 and not self.shared
+
+    @property
     def used_at_home(self) -> bool:
         """Whether weights that rest in RAM are used in place."""
-        return self.in_place and not self.slice_count
+        return self.in_place and not self.gathers
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ class PeerFacts:
             config sets, or that is available on this machine.
         near: the slice of every unit of which this rank keeps a copy for the gather group G
             (sharded/gathered_slots.py); None: G is the group of all ranks.
+        shared: whether all ranks share one copy of all weights in RAM (sharded/shared_homes.py); as input of the
+            planner, whether they can. The planner keeps it only if all weights rest in RAM.
     """
 
     cut: RankPartition
@@ -129,6 +137,7 @@ class PeerFacts:
     sharded: bool = True
     memory: tuple[int, int] | None = None
     near: RankPartition | None = None
+    shared: bool = False
 
     @property
     def slice_count(self) -> int:

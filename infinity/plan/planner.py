@@ -106,6 +106,26 @@ def make_plan(
         PlanError: a budget is too small; the message names the unit, the budget and a size that would fit.
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` for a model that cannot recompute.
     """
+
+    def plan_of(among: PeerFacts) -> Plan:
+        return _fastest_plan(units, terms, can_recompute, sites, among, commits, disks)
+
+    plan = plan_of(peers)
+    if peers.shared and plan.placement.weights.in_ram != frozenset(unit.index for unit in units):
+        return plan_of(replace(peers, shared=False))
+    return plan
+
+
+def _fastest_plan(
+    units: Sequence[Unit],
+    terms: OffloadArguments,
+    can_recompute: bool,
+    sites: Sequence[HookedModule],
+    peers: PeerFacts,
+    commits: CommitFrequency | None,
+    disks: DiskLimits | None,
+) -> Plan:
+    """Return the plan, for given facts about the other ranks. The arguments are those of make_plan."""
     config, stored = terms.config, STORED[terms.optimizer]
     limits = limits_of(config, terms.device, peers)
     there = disks or disks_of(config, limits.ranks)
@@ -124,7 +144,7 @@ def make_plan(
         config = terms.config.model_copy(update={"activations": kept.tier})
         room = _beside_activations(limits, terms, kept, decodes=any(unit.encoded for unit in counted))
         # weights that are in their slots until their update are gathered only once
-        among = replace(peers, near=None) if fits_slots(units, room) else peers
+        among = replace(peers, near=None) if peers.shared or fits_slots(units, room) else peers
         secondary = 0 if among.near is None else secondary_bytes(units, among.near)
         chosen = resident_units(config, room, counted, sites, adds_up=adds_up, refusal=terms.refusal, share=share)
         if (kept, chosen) in plans:  # another share of the same units
@@ -285,7 +305,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PE
     """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
-        return MemoryLimits(*peers.memory, in_place, peers.slice_count, ranks)
+        return MemoryLimits(*peers.memory, in_place, peers.slice_count, ranks, shared=peers.shared)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
     return MemoryLimits(
         device=on_device // ranks if in_place else on_device,
@@ -293,6 +313,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PE
         in_place=in_place,
         slice_count=peers.slice_count,
         ranks=ranks,
+        shared=peers.shared,
     )
 
 

@@ -180,6 +180,11 @@ class CollectiveQueue:
         """Number of ranks."""
         return self._ranks.world
 
+    @property
+    def deadline_s(self) -> float:
+        """Seconds for which each rank waits for each other rank."""
+        return self._ranks.deadline_s
+
     def submit(self, operation: CollectiveOperation) -> OperationFuture:
         """Append an operation to the queue, without waiting.
 

@@ -96,7 +96,7 @@ def statistics(model: nn.Module) -> Statistics:
         updates=counted.speculation,
         committed=counted.committed,
         cached_bytes=plan.layout.arena.states,
-        cached_weight_bytes=plan.layout.arena.weights,
+        cached_weight_bytes=plan.layout.arena.weights + plan.layout.arena.shared_weights,
         arena_bytes=counted.arena_bytes,
         slot_bytes=plan.budgets.slot_bytes,
         engine=counted.engine,

@@ -181,6 +181,9 @@ class GatheredSlotPool:
     def waits(self, home: WeightsHome) -> bool:
         return False
 
+    def changed(self, home: WeightsHome, version: int, after: Written) -> None:
+        return
+
     def free(self, slot: Slot) -> None:
         slot.free()
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,6 +32,7 @@ from infinity.ranks.collective_queue import CollectiveQueue, OperationFuture
 from infinity.ranks.operations import AllToAll, CollectiveOperation
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterPlace
+from infinity.tiers.downloads import GradientLanding, GradientQueue, GroupGradientDownload
 from infinity.units.gradients import UnitGradients
 
 
@@ -41,10 +43,16 @@ class _UnsentGradients:
     Attributes:
         lease: memory of the gradients of all trained groups of the unit.
         names: names of the parameters whose gradients have arrived.
+        downloads: downloads from the device to `lease`, by group; empty if the gradients come from host memory.
     """
 
     lease: Lease
     names: set[str] = field(default_factory=set)
+    downloads: dict[int, GroupGradientDownload] = field(default_factory=dict)
+
+    def landings(self, group_index: int) -> list[GradientLanding]:
+        """Send the gradients of a group from the device to the box, and return all landings in flight."""
+        return self.downloads[group_index].landings() if group_index in self.downloads else []
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class GradientOutbox:
             gradients that are received.
         before_landing: function that is called with the index of a unit before gradients of the unit land. The function
             makes sure that nothing reads the present gradients of the unit any more.
+        queue: queue of gradients from the device; None if gradients come from host memory.
     """
 
     def __init__(
@@ -86,12 +95,14 @@ class GradientOutbox:
         collectives: CollectiveQueue,
         space: ArenaRegion,
         before_landing: Callable[[int], None],
+        queue: GradientQueue | None = None,
     ) -> None:
         self._shards = shards
         self._local = local
         self._collectives = collectives
         self._space = space
         self._before_landing = before_landing
+        self._queue = queue
         self._boxes: dict[int, _UnsentGradients] = {}
         self._on_way: deque[_GradientsInFlight] = deque()
         self._completed: list[int] = []
@@ -104,6 +115,11 @@ class GradientOutbox:
         """
         index, spec, group = place.unit.index, place.spec, place.group
         box = self._boxes.get(index) or self._begin(index)
+        if self._queue is not None and spec.numel and not gradient.is_sparse and spec.name not in box.names:
+            self._pack(self._queue, box, place, gradient)
+            return
+        for landing in box.landings(place.group_index):
+            landing.require_landed()
         flat = _flat(box.lease, self._shards[index], place.group_index)[spec.offset : spec.offset + spec.numel]
         values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         values = values.reshape(-1).to(group.dtype)
@@ -112,6 +128,21 @@ class GradientOutbox:
             return
         flat.copy_(values)
         box.names.add(spec.name)
+
+    def _pack(self, queue: GradientQueue, box: _UnsentGradients, place: ParameterPlace, gradient: torch.Tensor) -> None:
+        """Put the first gradient of a parameter into the ring of the device, from which it goes to the box."""
+        group = place.group
+        download = box.downloads.get(place.group_index)
+        if download is None:
+            download = box.downloads[place.group_index] = GroupGradientDownload(queue, group)
+        if download.packed is not None and not download.packed.takes(place.spec, add=False):
+            download.send()
+        if download.packed is None:
+            target = _memory(box.lease, self._shards[place.unit.index], place.group_index)
+            download.begin(target, group.dtype, summed=False)
+        if download.packed is not None:
+            queue.pack(download.packed, place.spec, gradient.detach(), add=False)
+        box.names.add(place.spec.name)
 
     def _begin(self, index: int) -> _UnsentGradients:
         box = self._boxes[index] = _UnsentGradients(self._lease(self._shards[index].full.gradient_bytes))
@@ -148,7 +179,7 @@ class GradientOutbox:
         tickets, at = [], 0
         for group_index in trained(shard):
             group = shard.full.groups[group_index]
-            _zero_missing(box, shard, group_index)
+            landed = [landing.require_landed for landing in box.landings(group_index)]
             itemsize = group.dtype.itemsize
             nbytes = shard.cut.count * _mine_bytes(shard, group_index)
             operation = CollectiveOperation(
@@ -160,6 +191,7 @@ class GradientOutbox:
                 ),
                 shard.full.index,
                 f"the gradients of unit '{shard.full.name}'",
+                after=[*landed, partial(_zero_missing, box, shard, group_index)],
             )
             tickets.append(self._collectives.submit(operation))
             at += nbytes
@@ -242,11 +274,16 @@ def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(lease.view(begin, nbytes), dtype=torch.uint8)
 
 
-def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
-    """Return the gradients of a group in a box, [numel]."""
+def _memory(lease: Lease, shard: Shard, group_index: int) -> memoryview:
+    """Return the memory of the gradients of a group in a box."""
     begin = sum(shard.full.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
     group = shard.full.groups[group_index]
-    return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)
+    return lease.view(begin, group.numel * group.dtype.itemsize)
+
+
+def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
+    """Return the gradients of a group in a box, [numel]."""
+    return torch.frombuffer(_memory(lease, shard, group_index), dtype=shard.full.groups[group_index].dtype)
 
 
 def _zero_missing(box: _UnsentGradients, shard: Shard, group_index: int) -> None:

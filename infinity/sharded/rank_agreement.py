@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
+from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, PeerFacts, secondary_bytes
 from infinity.plan.planner import limits_of
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
+from infinity.ranks.shared_memory import SharedMemory, open_shared_memory
 from infinity.ranks.world import MultiRankWorld, SingleProcessWorld, World
 from infinity.sharded.multi_rank_gradients import require_same
 from infinity.sharded.rank_stores import (
@@ -35,10 +38,14 @@ from infinity.sharded.rank_stores import (
     require_none_pinned,
     run_and_steps_in,
 )
+from infinity.sharded.shared_homes import SharedHomes
 from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
+from infinity.tiers.weights_memory import RankResources
+
+logger = logging.getLogger(__name__)
 
 _SAME = ("master", "moments", "frozen", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config whose values must be the same on all ranks."""
@@ -89,12 +96,14 @@ class RankAgreement:
         peers: number of ranks, and the slices of this process.
         run: id for a new run, the same on all ranks; "" when this process is alone.
         is_first: whether this process is the first of the ranks on this machine.
+        memory: memory that the ranks can share; None if they cannot, or if this process is alone.
     """
 
     world: World
     peers: PeerFacts
     run: str = ""
     is_first: bool = True
+    memory: SharedMemory | None = None
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -151,6 +160,21 @@ class RankAgreement:
         for path in config.paths:
             make_directory(path)
         return config.model_copy(update={"paths": self._own(config)})
+
+    def resources(self, plan: Plan) -> RankResources:
+        """Return what the model gets from the ranks. All ranks must call this.
+
+        Raises:
+            NotAvailableError: the ranks cannot share as much memory as the plan needs.
+            PeerError: another rank failed.
+        """
+        if self.memory is None:
+            return RankResources(self.world, self.run)
+        if not plan.peers.shared:
+            self.memory.close()
+            return RankResources(self.world, self.run)
+        weights = SharedHomes(self.memory, [unit.full for unit in plan.layout.units], self.peers.cut)
+        return RankResources(self.world, self.run, weights)
 
     def begin_run(self, config: NvmeConfig, *, replaces: str) -> None:
         """Prepare nvme.paths for a new run. All ranks call this.
@@ -244,16 +268,26 @@ class RankAgreement:
         cut = self.peers.cut
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
-    def commits(self, mine: CommitFrequency) -> CommitFrequency:
-        """Agree on the steps that all ranks commit. All ranks must call this.
+    def planned(self, mine: Plan) -> tuple[CommitFrequency, PeerFacts]:
+        """Agree on the steps that all ranks commit, and on whether they share all weights. All ranks must call this.
+
+        Returns:
+            The frequency of commits, and the facts for a plan that is the same in these respects on all ranks.
 
         Raises:
             PeerError: another rank failed.
         """
+        commits = mine.placement.commits
         if not self.peers.sharded:
-            return mine
-        told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
-        return rarest([CommitFrequency(*each) for each in told])
+            return commits, mine.peers
+        told = self.world.tell("planning", [mine.peers.shared, commits.every, commits.reason, commits.at_most])
+        shared = all(theirs for theirs, *_ in told)
+        if not shared and not mine.budgets.limits.in_place:
+            raise NotAvailableError(
+                "several ranks on GPUs need all weights in RAM, which they share, and here some weights are on NVMe. "
+                "Set weights: host, raise memory.host, or use one process."
+            )
+        return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, shared=shared)
 
 
 def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
@@ -278,11 +312,24 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     peers = PeerFacts(RankPartition(ranks.world, ranks.rank), ranks.local_world, near=near)
     agreement = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
     with agreement.telling():
-        if device.type != "cpu":
-            raise NotAvailableError(
-                "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
-            )
-    return agreement
+        memory, refused = _shared_memory(world, ranks, config)
+        if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
+            wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
+            raise NotAvailableError(f"{wanted} needs memory that all ranks share, but {refused}")
+        if refused and config.ranks.wire == "auto" and world.leads:
+            logger.warning("ranks.wire: gloo, as %s; results are the same", refused)
+        return replace(agreement, peers=replace(peers, shared=memory is not None), memory=memory)
+
+
+def _shared_memory(world: World, ranks: Ranks, config: SwapConfig) -> tuple[SharedMemory | None, str]:
+    """Return memory that all ranks share, or None and the reason why there is none; "" if there is one rank."""
+    if ranks.world == 1:
+        return None, ""
+    if config.ranks.wire == "gloo":
+        return None, "the swap config has ranks.wire: gloo"
+    if ranks.local_world < ranks.world:
+        return None, "the ranks are on several machines"
+    return open_shared_memory(world)
 
 
 def _digest(units: Sequence[Unit]) -> str:

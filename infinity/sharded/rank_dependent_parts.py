@@ -16,7 +16,10 @@ from infinity.sharded.multi_rank_fetch_rules import MultiRankFetchRules
 from infinity.sharded.multi_rank_generation_maker import MultiRankGenerationMaker
 from infinity.sharded.multi_rank_gradients import MultiRankGradients
 from infinity.sharded.outbox import GradientOutbox
+from infinity.sharded.shared_homes import SharedHomes
+from infinity.sharded.shared_slots import SharedFetchRules, SharedSlotPool
 from infinity.state.shard import Shard
+from infinity.tiers.downloads import GradientQueue
 from infinity.tiers.resources import ModelResources
 from infinity.tiers.slots import SlotPool, open_slots
 from infinity.units.fetch_rules import FetchRules, SingleProcessFetchRules
@@ -25,16 +28,19 @@ from infinity.units.gradients import ModelGradients, SingleProcessGradients, Uni
 
 def open_pool(resources: ModelResources, shards: Sequence[Shard]) -> SlotPool:
     """Return the slot pool that suits the device and the number of ranks."""
-    world = resources.world
-    return (
-        GatheredSlotPool(resources, world.collectives, shards)
-        if isinstance(world, MultiRankWorld)
-        else open_slots(resources)
-    )
+    world, homes = resources.world, [unit.weights for unit in resources.units]
+    if not isinstance(world, MultiRankWorld):
+        return open_slots(resources, homes)
+    weights = resources.weights
+    if isinstance(weights, SharedHomes):
+        return SharedSlotPool(open_slots(resources, weights.complete), weights, homes, world.collectives)
+    return GatheredSlotPool(resources, world.collectives, shards)
 
 
 def open_fetch_rules(resources: ModelResources) -> FetchRules:
     """Return the rules for fetches and evictions that suit the number of ranks."""
+    if isinstance(resources.weights, SharedHomes):
+        return SharedFetchRules(resources.weights)
     several = isinstance(resources.world, MultiRankWorld)
     return MultiRankFetchRules(resources.plan.budgets.slot_bytes) if several else SingleProcessFetchRules()
 
@@ -55,9 +61,20 @@ def open_gradients(
     """
     world = resources.world
     if isinstance(world, MultiRankWorld):
-        outbox = GradientOutbox(shards, local, world.collectives, resources.between_ranks, before_landing)
+        queue, space = _gradient_queue(resources), resources.between_ranks
+        outbox = GradientOutbox(shards, local, world.collectives, space, before_landing, queue)
         return MultiRankGradients(shards, local, world.collectives, outbox)
     return SingleProcessGradients(local, resources.landing_window, before_landing)
+
+
+def open_landing_queue(resources: ModelResources) -> GradientQueue | None:
+    """Return the queue by which gradients land from the device; None if they land from host memory: on the CPU, or
+    after they have passed the ranks."""
+    return None if isinstance(resources.world, MultiRankWorld) else _gradient_queue(resources)
+
+
+def _gradient_queue(resources: ModelResources) -> GradientQueue | None:
+    return None if resources.device is None else resources.device.gradients
 
 
 def open_maker(world: World, generations: Generations | None) -> GenerationMaker:

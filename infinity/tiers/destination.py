@@ -36,7 +36,7 @@ class StateDestination:
     If all attributes except `home` are None, the update does not change the state.
 
     Attributes:
-        home: home of the state. The state has the same offset in `memory` and `source` as in the home's own lease.
+        home: home of the state, which knows the offset of the state in `memory` and `source` (StateHome.view_in).
         memory: memory for the new values; None when the new values exist only in the update's tiles and in the store.
         source: memory with the current values, if it is different from `memory`; None when the current values are read
             from `memory` or from the store.
@@ -86,7 +86,7 @@ class StateDestination:
         )
 
     def _view(self, lease: Lease | None) -> memoryview | None:
-        return None if lease is None else lease.view(self.home.start, self.home.nbytes)
+        return None if lease is None else self.home.view_in(lease)
 
     def finish(self) -> None:
         """Make the new values the current values, after all new values are written."""

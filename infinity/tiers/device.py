@@ -59,9 +59,7 @@ class DeviceTier:
         # Other code may have freed the new memory just before. Kernels in the queue may then still use this memory, so
         # its first use must wait for them.
         after = [accelerator.record(accelerator.current())]
-        stays = sum(
-            unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays and not unit.resident_bytes
-        )
+        stays = sum(unit.full.weight_bytes for unit in plan.layout.units if unit.full.stays and not unit.resident_bytes)
         self.staying = Slab(accelerator, memory[:stays], after)
         self.slots = Slab(accelerator, memory[stays:slots], after)
         self.ring = Slab(accelerator, memory[slots : slots + budgets.ring_bytes], after)

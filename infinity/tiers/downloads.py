@@ -66,13 +66,21 @@ class GradientLanding:
         Raises:
             DeviceError: the gradients were lost.
         """
+        self.require_landed()
+        return dict(zip(self.names, self.future.sums, strict=True))
+
+    def require_landed(self) -> None:
+        """Wait until the gradients have landed.
+
+        Raises:
+            DeviceError: the gradients were lost.
+        """
         self.wait()
         failure = self.future.failure()
         if failure is not None:
             raise DeviceError(
                 f"gradients of {', '.join(self.names)} were lost on their way to host memory: {failure.cause}"
             )
-        return dict(zip(self.names, self.future.sums, strict=True))
 
 
 @dataclass(eq=False)
@@ -81,6 +89,7 @@ class GradientBatch:
 
     Attributes:
         group: the group.
+        summed: whether the native thread computes the sums of squares.
         target: host memory of the full group, in `dtype`.
         dtype: dtype of the gradients in host memory.
         held: dtype of the gradients in this piece: the dtype from autograd, or fp32 when gradients are added in the
@@ -98,6 +107,7 @@ class GradientBatch:
     dtype: torch.dtype
     held: torch.dtype
     adds_up: bool
+    summed: bool
     lease: SlabLease
     uses: StreamUses
     specs: list[ParameterSpec] = field(default_factory=list)
@@ -162,7 +172,13 @@ class GradientQueue(D2HStream):
         self._bounced: deque[tuple[GradientLanding, Lease]] = deque()
 
     def begin(
-        self, group: FlatParameterGroup, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False
+        self,
+        group: FlatParameterGroup,
+        target: memoryview,
+        dtype: torch.dtype,
+        *,
+        adds_up: bool = False,
+        summed: bool = True,
     ) -> GradientBatch:
         """Lease a piece of the ring for gradients of a group. If the ring is full, send older pieces.
 
@@ -172,6 +188,8 @@ class GradientQueue(D2HStream):
             dtype: dtype of the target.
             adds_up: whether gradients are added in the piece, because more gradients of these parameters will follow
                 soon; the target must be fp32.
+            summed: whether the native thread computes the sums of squares. Gradients that other ranks will add to
+                theirs need no sums.
         """
         adds_up = adds_up and group.numel * torch.float32.itemsize <= self._ring.nbytes
         held = torch.float32 if adds_up else group.dtype
@@ -183,7 +201,7 @@ class GradientQueue(D2HStream):
                 raise AssertionError(f"a ring of {self._ring.nbytes} bytes has no room for {group.numel} gradients")
             self.send(self._open[0])
         packed = GradientBatch(
-            group, target, dtype, held, adds_up, lease, StreamUses(self._accelerator, lambda: lease.after)
+            group, target, dtype, held, adds_up, summed, lease, StreamUses(self._accelerator, lambda: lease.after)
         )
         self._open.append(packed)
         return packed
@@ -252,6 +270,7 @@ class GradientQueue(D2HStream):
                 first=spec.offset,
             )
             for spec in packed.specs
+            if packed.summed or bounces
         ]
         future = self._native.land(self._accelerator.handle(event), pieces)
         return GradientLanding(future, tuple(spec.name for spec in packed.specs), event)
@@ -293,12 +312,14 @@ class GroupGradientDownload:
         self.packed: GradientBatch | None = None
         self._on_way: list[GradientLanding] = []  # landings of the pieces that were sent before, in order
 
-    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> GradientBatch:
+    def begin(
+        self, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False, summed: bool = True
+    ) -> GradientBatch:
         """Lease another piece of the ring, after the previous piece was sent.
 
         The arguments are the same as for GradientQueue.begin.
         """
-        self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
+        self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up, summed=summed)
         return self.packed
 
     def send(self) -> None:
@@ -307,10 +328,14 @@ class GroupGradientDownload:
             self._on_way.append(self.queue.send(self.packed))
             self.packed = None
 
+    def landings(self) -> list[GradientLanding]:
+        """Send the packed gradients, and return all landings in flight, in order."""
+        self.send()
+        return list(self._on_way)
+
     def landing_futures(self) -> list[_native.IOFuture]:
         """Send the packed gradients, and return the futures of all landings in flight."""
-        self.send()
-        return [landing.future for landing in self._on_way]
+        return [landing.future for landing in self.landings()]
 
     def sent(self, name: str) -> bool:
         """Return whether a gradient of this parameter was sent and its landing has not been collected yet

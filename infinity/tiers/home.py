@@ -30,6 +30,8 @@ class StateHome:
         nbytes: size of the state in bytes.
         extent: place of the state in the store. A state in memory has an extent only when generations are kept.
         dirty: whether the bytes in memory are newer than the bytes in the store.
+        beside: offset of the state in memory of an update, if it is another one than in `lease`: a rank's slices are
+            apart from each other in the weights that all ranks share.
     """
 
     lease: Lease | None
@@ -37,6 +39,7 @@ class StateHome:
     nbytes: int
     extent: Extent | None
     dirty: bool = False
+    beside: int | None = None
 
     @property
     def in_memory(self) -> bool:
@@ -48,6 +51,11 @@ class StateHome:
         if self.lease is None:
             raise AssertionError("a state that is not in RAM has no view")
         return self.lease.view(self.start, self.nbytes)
+
+    def view_in(self, lease: Lease) -> memoryview:
+        """Return the bytes of the state in its own lease, or in memory of an update."""
+        begin = self.start if self.beside is None or lease is self.lease else self.beside
+        return lease.view(begin, self.nbytes)
 
     def on_device(self) -> ResidentMemory:
         """Return the memory of a state on the device."""
@@ -140,12 +148,15 @@ class WeightsHome:
         nbytes: bytes of all groups, which are concatenated.
         unit: unit of the weights; None for weights that have no unit and are stored in the layout of a slot.
         resident: memory of the weights of all groups on the device; None if they do not rest on the device.
+        shared: whether the groups are this rank's slices of weights in RAM that all ranks share
+            (sharded/shared_homes.py). Such a home never moves.
     """
 
     groups: tuple[StateHome, ...]
     nbytes: int
     unit: Unit | None = None
     resident: ResidentMemory | None = None
+    shared: bool = False
 
     @property
     def lease(self) -> Lease | None:

@@ -28,7 +28,6 @@ from infinity.io.store import Extent, Mode, SwapStore, wait_all
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import FLAG_BYTES
-from infinity.ranks.world import World
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
 from infinity.tiers.activations import ActivationTier, DeviceCopies, HostCopies
@@ -39,6 +38,7 @@ from infinity.tiers.idle_clock import IdleClock
 from infinity.tiers.landing_window import LandingWindow
 from infinity.tiers.resident import ResidentMemory, ResidentUses, clear
 from infinity.tiers.state_writer import StateWriter
+from infinity.tiers.weights_memory import RankResources
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class ModelResources:
         activation_memory: host memory for tensors that a forward keeps.
         commit_ring: host memory for states of resident units on their way to or from the store.
         idle: clock of the device's idle time.
+        weights: memory of the weights in RAM.
         decoding: decoder of encoded weights for slots in host memory; None when no weights are decoded in host memory.
         activations: tier of the tensors that a forward keeps; None if these stay on the device.
         state_writer: queue of states from the device to the store; None when no unit is resident, or without commits.
@@ -79,14 +80,13 @@ class ModelResources:
         plan: Plan,
         nvme: NvmeConfig,
         device: torch.device,
+        ranks: RankResources,
         faults: Sequence[_native.Fault] = (),
         *,
         resume: bool = False,
-        world: World,
-        run: str = "",
     ) -> None:
         self.plan = plan
-        self.world = world
+        self.world, self.weights = ranks.world, ranks.weights
         self.facts = plan.peers.facts
         self._quiet = False
         accelerator = open_accelerator(device)
@@ -99,7 +99,7 @@ class ModelResources:
         arena, staging = plan.layout.arena, plan.budgets.staging
         try:
             if plan.needs_store:
-                self.store = self._open_store(nvme, run, resume=resume)
+                self.store = self._open_store(nvme, ranks.run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
             # Homes have a separate memory region. They move when an update is applied, and would otherwise fragment the
@@ -117,12 +117,15 @@ class ModelResources:
             self.pool = _open_pool(staging.threads, node, 0 if accelerator is None else accelerator.nice)
             self.decoding = open_decoding(plan, self.arena, self.pool)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
+            refused = "" if accelerator is None else self.weights.pin(accelerator)
+            if refused:
+                logger.warning("%s; copies of weights to the device are slower, results are the same", refused)
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
                 cut = plan.peers.cut
                 self.generations = Generations(
-                    self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count, run
+                    self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count, ranks.run
                 )
             self.state_writer = self._open_state_writer()
             self.activations = self._open_activations()
@@ -137,6 +140,7 @@ class ModelResources:
             )
         except BaseException:
             self.engine.close()
+            self.weights.close()
             if self.store is not None:
                 self.store.close()
             raise
@@ -330,14 +334,8 @@ class ModelResources:
         return UnitHomes(WeightsHome(weights, unit.home_bytes, unit, whole), trained, reports)
 
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
-        unit, nbytes = layout.local, layout.weight_lease_bytes
-        lease = self.resting.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
-        groups, begin = [], 0
-        for index, each in enumerate(layout.groups):
-            extent = _extent(unit, index, "weight", each.weight)
-            groups.append(StateHome(lease, begin, each.weight.nbytes, extent, dirty=lease is not None))
-            begin += each.weight.nbytes
-        return WeightsHome(tuple(groups), unit.home_bytes, unit)
+        extents = [_extent(layout.local, index, "weight", group.weight) for index, group in enumerate(layout.groups)]
+        return self.weights.open(layout, extents, self.resting)
 
     def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStateHomes:
         unit, group, gradient = layout.local, layout.groups[index], layout.gradients[index]
@@ -380,6 +378,7 @@ class ModelResources:
                     if part is not None:
                         closing.callback(part.close)
         finally:
+            self.weights.close()
             if self.decoding is not None:
                 self.decoding.close()
             self.pool.close()
@@ -396,6 +395,7 @@ class ModelResources:
         if not self._quiet or (self.activations is not None and self.activations.borrowed):
             return
         self.arena.give_all_back()
+        self.weights.give_back()
         if self.device is not None:
             for unit in self.units:
                 unit.give_back()

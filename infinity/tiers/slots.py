@@ -11,7 +11,7 @@ import torch
 from infinity.base.accelerator import Accelerator, Event
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
-from infinity.io.engine import Transfer
+from infinity.io.engine import BackgroundWork, Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.plan.policy import long_from_top, unusual_from_top
 from infinity.tiers.decoding import SlotDecoder, decode_on_device
@@ -245,6 +245,18 @@ class SlotPool(Protocol):
     def waits(self, home: WeightsHome) -> bool:
         """Return whether a fetch of these weights must wait for memory that other fetches still use."""
 
+    def changed(self, home: WeightsHome, version: int, after: Written) -> BackgroundWork | None:
+        """Record that the weights have, or will have, another version.
+
+        Args:
+            home: homes of the weights.
+            version: the new version.
+            after: destinations of the new weights of a decided update, by group; empty if the homes have the version.
+
+        Returns:
+            Work that must end before the memory of the update is given back; None if there is no such work.
+        """
+
 
 class _ResidentFetch(Fetch):
     def __init__(self, slot: Slot) -> None:
@@ -331,6 +343,9 @@ class HostSlotPool:
         self._bouncing = [fetch for fetch in self._bouncing if not fetch.give_bounce_back()]
         return not self._decoding.encoded_space.fits(home.encoded_bytes)
 
+    def changed(self, home: WeightsHome, version: int, after: Written) -> None:
+        return
+
     def free(self, slot: Slot) -> None:
         slot.free()
 
@@ -409,13 +424,13 @@ class SlabSlotPool:
     separate slab exist.
     """
 
-    def __init__(self, resources: ModelResources, device: DeviceTier) -> None:
+    def __init__(self, resources: ModelResources, device: DeviceTier, homes: Sequence[WeightsHome]) -> None:
         self._resources = resources
         self._device = device
-        pairs = zip(resources.plan.layout.units, resources.units, strict=True)
-        units = [(unit, homes) for unit, homes in pairs if homes.weights.resident is None]
-        self._staying = [homes.weights for unit, homes in units if unit.local.stays]
-        self._from_top = unusual_from_top(homes.weights.slot_bytes for unit, homes in units if not unit.local.stays)
+        pairs = zip(resources.plan.layout.units, homes, strict=True)
+        units = [(unit, home) for unit, home in pairs if home.resident is None]
+        self._staying = [home for unit, home in units if unit.full.stays]
+        self._from_top = unusual_from_top(home.slot_bytes for unit, home in units if not unit.full.stays)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         if home.resident is not None:
@@ -481,6 +496,9 @@ class SlabSlotPool:
     def waits(self, home: WeightsHome) -> bool:
         return bool(home.encoded_bytes) and not self._device.decoding.fits(home.encoded_bytes)
 
+    def changed(self, home: WeightsHome, version: int, after: Written) -> None:
+        return
+
     def free(self, slot: Slot) -> None:
         slot.free()
 
@@ -526,7 +544,11 @@ class _SlabFetch(Fetch):
         self._pool.give_back(self._slab, self._lease, self._encoded)
 
 
-def open_slots(resources: ModelResources) -> SlotPool:
-    """Return the pool of slots for the device on which the model computes. The weights must not be divided over several
-    ranks."""
-    return HostSlotPool(resources) if resources.device is None else SlabSlotPool(resources, resources.device)
+def open_slots(resources: ModelResources, homes: Sequence[WeightsHome]) -> SlotPool:
+    """Return the pool of slots for the device on which the model computes.
+
+    Args:
+        resources: resources of the model.
+        homes: homes of the weights of each complete unit.
+    """
+    return HostSlotPool(resources) if resources.device is None else SlabSlotPool(resources, resources.device, homes)

@@ -409,8 +409,14 @@ class Fetcher:
             begun: units with an update in this process.
             everywhere: units with an update on any rank.
         """
-        for unit in begun if self._rules.keeps_slots else everywhere:
+        indices = {unit.index for unit in everywhere}
+        for unit in begun if self._rules.keeps_slots else [unit for unit in self.order() if unit.index in indices]:
             self.update_decided(unit)
+
+    def weights_changed(self, unit: OffloadedUnit) -> None:
+        """Count a change of the weights at home, other than by an update."""
+        unit.weights.bump()
+        self._slots.changed(unit.homes.weights, unit.weights.version, {})
 
     def update_decided(self, unit: OffloadedUnit) -> None:
         """Adapt the slot of a unit to its decided update.
@@ -419,9 +425,15 @@ class Fetcher:
         slot.
         """
         unit.weights.bump()
+        update = unit.decided
+        if not self._rules.keeps_slots:
+            new = unit.weights_under_way("computed")
+            publication = self._slots.changed(unit.homes.weights, unit.weights.version, new)
+            if update is not None:
+                update.end_after(publication)
         if unit.weights.residency is Residency.UPDATING:  # the unit was not used since its last update, which is done
             unit.weights.updated()
-        update, slot = unit.decided, unit.weights.slot
+        slot = unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
             return
         if not self._rules.keeps_slots:
@@ -450,3 +462,8 @@ class Fetcher:
         """
         for unit in self.units:
             unit.views.adopt(self._resources.torch_device)
+
+    def filled(self) -> None:
+        """Record that the homes of all units have their first values."""
+        for unit in self.units:
+            self._slots.changed(unit.homes.weights, unit.weights.version, {})

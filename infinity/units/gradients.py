@@ -282,13 +282,16 @@ AnyGradients: TypeAlias = GroupGradients | ResidentGradients
 """Gradients of a group, in host memory or on the device."""
 
 
-def groups_of(unit: Unit, resources: ModelResources, sums: ResidentSums) -> dict[int, AnyGradients]:
+def groups_of(
+    unit: Unit, resources: ModelResources, sums: ResidentSums, queue: GradientQueue | None
+) -> dict[int, AnyGradients]:
     """Return the gradients of a unit's trainable groups, by group index.
 
     Args:
         unit: the unit.
         resources: resources of the model.
         sums: sums of squares of the gradients of all resident units.
+        queue: queue by which gradients land from the device; None if they land from host memory.
     """
     return {
         index: ResidentGradients(unit, unit.groups[index], states.resident, sums)
@@ -299,7 +302,7 @@ def groups_of(unit: Unit, resources: ModelResources, sums: ResidentSums) -> dict
             states.gradient,
             states.spilled,
             resources.landing_window,
-            None if resources.device is None else resources.device.gradients,
+            queue,
             resources.pool,
         )
         for index, states in resources.units[unit.index].states.items()

@@ -258,20 +258,23 @@ class OffloadedUnit:
 
         If views of the old weights exist, the home of the weights does not move, and the new weights are copied to the
         old memory. The part of the shadow with the new weights is given back after the weights are written to the
-        store.
+        store. Weights that all ranks share have been copied before (UnitUpdate.publication).
         """
         weights = self.homes.weights
         for shadow, home in update.shadows().items():
             if home not in weights.groups:
                 self._shadows.give_back(home.move(shadow))
+            elif weights.shared:
+                continue
             elif update.viewed and weights.lease is not None:
                 weights.lease.view()[:] = shadow.view()
             else:
                 self._shadows.give_back(weights.move(shadow))
 
-    def weights_under_way(self) -> Written:
-        """Return the new weights of the decided update, by group; empty without a decided update."""
-        return {} if self.decided is None else self.decided.written()
+    def weights_under_way(self, milestone: Milestone = "weights") -> Written:
+        """Return the new weights of the decided update, by group (UnitUpdate.written); empty without a decided
+        update."""
+        return {} if self.decided is None else self.decided.written(milestone)
 
     # -- reasons why the next use of the unit must wait ---------------------------------------------------------------
 

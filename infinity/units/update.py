@@ -134,6 +134,8 @@ class UnitUpdate:
         viewed: whether views of the weights' memory exist, so that the new weights must be copied to this memory.
         weights_copy: copy in host memory of the current weights of a device; None when there is no copy, or when the
             copy is released.
+        publication: work that makes the new weights of a decided update current for all ranks, and ends after the new
+            weights are computed; None if no other rank uses this rank's weights.
         state: state of the update; only `to` changes it.
     """
 
@@ -158,7 +160,12 @@ class UnitUpdate:
         self.transfers: dict[int, GroupTransfer] = {}
         self.viewed = False
         self.weights_copy = weights_copy
+        self.publication: BackgroundWork | None = None
         self.state = UpdateState.SPECULATIVE if speculated else UpdateState.DECIDED
+
+    def end_after(self, publication: BackgroundWork | None) -> None:
+        """Make every milestone of the update wait for its publication, too."""
+        self.publication = publication
 
     def to(self, state: UpdateState) -> None:
         if state not in _NEXT[self.state]:
@@ -170,7 +177,8 @@ class UnitUpdate:
         return self.state is UpdateState.SPECULATIVE
 
     def until(self, milestone: Milestone) -> list[BackgroundWork]:
-        return [transfer.until(milestone) for transfer in self.transfers.values()]
+        works = [transfer.until(milestone) for transfer in self.transfers.values()]
+        return works if self.publication is None else [*works, self.publication]
 
     @property
     def native_transfers(self) -> dict[int, UpdateTransfer]:
@@ -179,7 +187,8 @@ class UnitUpdate:
 
     def reached(self, milestone: Milestone) -> bool:
         """Return whether the update has reached a milestone or has failed."""
-        return all(transfer.done_until(milestone) for transfer in self.transfers.values())
+        published = self.publication is None or self.publication.done()
+        return published and all(transfer.done_until(milestone) for transfer in self.transfers.values())
 
     def wait(self, milestone: Milestone) -> None:
         """Wait until the update reaches a milestone or fails."""
@@ -227,11 +236,11 @@ class UnitUpdate:
         moving = [each for each in self.each_destination() if each.moves]
         return {each.rests_in: each.home for each in moving if each.rests_in is not None}
 
-    def written(self) -> Written:
+    def written(self, milestone: Milestone = "weights") -> Written:
         """Return the destinations of the new weights, by group. Each destination has the transfer that completes the
-        weights."""
+        weights; with "computed", the weights in memory."""
         return {
-            index: replace(self.destinations[index]["weight"], written=transfer.until("weights"))
+            index: replace(self.destinations[index]["weight"], written=transfer.until(milestone))
             for index, transfer in self.native_transfers.items()
         }
 

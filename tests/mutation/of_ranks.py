@@ -28,8 +28,8 @@ OF_RANKS = [
     Mutant(
         "what a rank has no gradient of is zero",
         "infinity/sharded/outbox.py",
-        "            _zero_missing(box, shard, group_index)\n",
-        "",
+        "                after=[*landed, partial(_zero_missing, box, shard, group_index)],\n",
+        "                after=landed,\n",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(

@@ -48,8 +48,8 @@ OF_SEAM = [
     Mutant(
         "weights in RAM are written when no upload reads them",
         "infinity/access/gathering.py",
-        "        coordinator.synchronize_uploads()\n",
-        "        pass\n",
+        "    coordinator.synchronize_uploads()\n",
+        "",
         _SIMULATE,
     ),
     Mutant(

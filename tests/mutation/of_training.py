@@ -321,8 +321,8 @@ OF_TRAINING = [
     Mutant(
         "weights saved for backward are refused after an update",
         "infinity/units/fetcher.py",
-        "        unit.weights.bump()\n",
-        "",
+        "        unit.weights.bump()\n        update =",
+        "        update =",
         ("tests/runtime/test_errors.py", "-k", "old_weights"),
     ),
     Mutant(

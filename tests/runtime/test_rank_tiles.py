@@ -20,7 +20,7 @@ def test_ranks_tile_alike_and_end_in_the_bits_of_one_process(tiers: dict[str, An
     here = {**tiers, "weights": "nvme", "memory": {"host": "256MiB", "device": "512KiB"}}
     losses, norms, weights = train(str(tmp_path / "one"), here, micro, ranks, steps=2)
     assert any("infinity_tile" in name for name in weights)
-    there = {**tiers, "memory": {"host": "256MiB", "device": f"{512 * ranks}KiB"}}
+    there = {**tiers, "memory": {"host": "256MiB", "device": f"{512 * ranks}KiB"}, "ranks": {"wire": "gloo"}}
     told = run(ranks, on_rank, str(tmp_path / "all"), there, micro, ranks, {"steps": 2})
     for rank, (mine, same, found) in enumerate(told):
         assert mine == losses[rank::ranks]

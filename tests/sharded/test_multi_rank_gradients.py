@@ -108,6 +108,8 @@ class Collectives:
     tickets: list[Ticket] = field(default_factory=list)
 
     def submit(self, operation: CollectiveOperation) -> Ticket:
+        for each in operation.after:
+            each()
         self.tickets.append(Ticket(self.world.join(self.rank, operation.collective), self.failure))
         return self.tickets[-1]
 

@@ -190,7 +190,7 @@ class OnDevice:
         for index, home in enumerate(self.homes):
             if home.lease is not None:
                 home.lease.tensor().fill_(index + 1)
-        layouts = [SimpleNamespace(local=SimpleNamespace(stays=index == stays)) for index in range(len(sizes))]
+        layouts = [SimpleNamespace(full=SimpleNamespace(stays=index == stays)) for index in range(len(sizes))]
         below: Any = SimpleNamespace(
             units=[SimpleNamespace(weights=home) for home in self.homes],
             plan=SimpleNamespace(layout=SimpleNamespace(units=layouts)),
@@ -206,7 +206,7 @@ class OnDevice:
             uploads=rig.uploads(),
             weights=rig.weights(),
         )
-        self.pool = SlabSlotPool(below, device)
+        self.pool = SlabSlotPool(below, device, self.homes)
 
     def bring(self, index: int) -> Slot:
         fetch = self.pool.start(self.homes[index], {}, 0)

@@ -58,6 +58,9 @@ class Pool:
     def waits(self, home: WeightsHome) -> bool:
         return False
 
+    def changed(self, home: WeightsHome, version: int, after: Written) -> None:
+        return
+
     def counts(self, home: WeightsHome) -> bool:
         return home.lease is None or not self.at_home
 

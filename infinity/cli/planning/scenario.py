@@ -188,7 +188,8 @@ class PlanScenario:
         peers = NO_PEERS
         if self.ranks > 1:
             near = RankPartition(1, 0) if config.ranks.gather == "none" else None
-            peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near)
+            shared = config.ranks.wire != "gloo"
+            peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near, shared=shared)
         facts = StepFacts(batch or self._batch(config), self.machine, self.clips)
         return make_plan(
             found.units,

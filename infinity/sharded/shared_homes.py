@@ -1,0 +1,189 @@
+"""Homes of weights in RAM that all ranks of a machine share: one copy of all weights. Each rank owns its slices of it.
+
+[Note: who may write]
+Only a rank's own updates write to its slices. For each unit, each rank publishes the version of its slice in a counter.
+A fetch waits until the counters of all ranks have the unit's version. So a fetch is no collective, and a rank can fetch
+alone.
+
+A rank writes the new weights of a step after the ranks have agreed on the step. Before that, each rank has ended its
+backward, its fetches and its uploads. So nobody reads weights that are being written, and one copy is enough. A
+speculative update begins earlier and writes to a shadow of the rank's slice (units/speculative_update_buffers.py).
+After the agreement, the shadow is copied to the slice.
+
+[Note: the shared memory]
+
+    one counter for each rank and unit, one for the ranks that have closed │ weights of unit 0 │ weights of unit 1 │ …
+
+The weights of a unit have the layout of the home of a complete unit: encoded groups follow the other groups. A page
+belongs to the NUMA node of the rank that first writes it, which is its owner.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from infinity import _native
+from infinity.base.accelerator import Accelerator
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
+from infinity.io.store import Extent
+from infinity.plan.layout import UnitLayout
+from infinity.ranks.shared_memory import SharedMemory
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.shard import RankPartition
+from infinity.state.unit import Unit
+from infinity.tiers.destination import Written
+from infinity.tiers.home import StateHome, WeightsHome
+
+_COUNTER_BYTES = 64
+
+
+class Publication:
+    """Publication of a version of a unit's weights, which this rank has changed (BackgroundWork).
+
+    Args:
+        unit, version: the version of the unit's weights.
+        changed: destinations of the new weights of this rank's slice, by group.
+    """
+
+    def __init__(self, unit: int, version: int, changed: Written) -> None:
+        self.unit, self.version = unit, version
+        self._changed = changed
+        self._ended = threading.Event()
+
+    def copy(self) -> bool:
+        """Wait for the new weights, and copy those in shadows to this rank's slice.
+
+        Returns:
+            Whether the new weights are complete. If not, the update has failed and raises its error.
+        """
+        for each in self._changed.values():
+            if each.written is not None:
+                each.written.wait()
+                if each.written.future.failure() is not None:
+                    return False
+            if each.memory is not None and each.moves:
+                new = torch.frombuffer(each.home.view_in(each.memory), dtype=torch.uint8)
+                torch.frombuffer(each.home.view(), dtype=torch.uint8).copy_(new)
+        return True
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+
+    def result(self) -> None:
+        self.wait()
+
+
+class SharedHomes:
+    """The shared memory, as this rank has mapped it (WeightsMemory). All ranks make it at the same time.
+
+    Args:
+        memory: the memory, which this object closes.
+        units: the complete units.
+        cut: this rank's slice of every unit.
+
+    Attributes:
+        arena: the mapping.
+        complete: homes of the complete units, which slots are filled from.
+
+    Raises:
+        InfinityError: the memory cannot be made.
+        PeerError: another rank failed.
+    """
+
+    def __init__(self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition) -> None:
+        counters = round_up((cut.count * len(units) + 1) * _COUNTER_BYTES, PAGE_BYTES)
+        sizes = [round_up(unit.home_bytes, PAGE_BYTES) for unit in units]
+        try:
+            memory.size(counters + sum(sizes))
+            self.arena = PinnedArena(counters + sum(sizes), fd=memory.fileno())
+        finally:
+            memory.close()
+        self._cut = cut
+        self._count = len(units)
+        self._counters = _native.SharedCounters(self.arena.lease(counters, "the counters of the ranks").view())
+        leases = [
+            self.arena.lease(nbytes, f"the weights of '{unit.name}'") for unit, nbytes in zip(units, sizes, strict=True)
+        ]
+        self.complete = [_complete(unit, lease) for unit, lease in zip(units, leases, strict=True)]
+        self._queue = queue.SimpleQueue[Publication | None]()
+        self._thread = threading.Thread(target=self._run, name="infinity-publisher", daemon=True)
+        self._thread.start()
+
+    def open(self, layout: UnitLayout, extents: Sequence[Extent | None], resting: ArenaRegion) -> WeightsHome:
+        """Return the home of this rank's slices of a unit, which take no memory of `resting`."""
+        whole, mine, beside = self.complete[layout.full.index], [], 0
+        shard = self._cut.of(layout.full)
+        for index, (group, extent) in enumerate(zip(layout.local.groups, extents, strict=True)):
+            begin, _ = shard.weight_range(index, self._cut.index)
+            start = begin + (layout.full.home_bytes - layout.full.encoded_bytes) * (group.codec is not None)
+            mine.append(StateHome(whole.lease, start, group.home_bytes, extent, dirty=True, beside=beside))
+            beside += group.home_bytes
+        return WeightsHome(tuple(mine), layout.local.home_bytes, layout.local, shared=True)
+
+    def publish(self, unit: int, version: int, changed: Written) -> Publication:
+        """Tell the other ranks that this rank's slice of a unit has a version of the weights, as soon as the slice has
+        it. A thread does this, in the order of these calls.
+
+        Args:
+            unit: index of the unit.
+            version: the version.
+            changed: destinations of new weights that are not complete yet, or that are in a shadow, by group.
+        """
+        publication = Publication(unit, version, changed)
+        self._queue.put(publication)
+        return publication
+
+    def _run(self) -> None:
+        while (publication := self._queue.get()) is not None:
+            try:
+                if publication.copy():
+                    self._counters.advance(self._at(self._cut.index, publication.unit), publication.version + 1)
+            finally:
+                publication.end()
+
+    def pin(self, accelerator: Accelerator) -> str:
+        return self.arena.pin(accelerator)
+
+    def close(self) -> None:
+        """End the thread, after all updates have ended. A second call does nothing."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def behind(self, unit: int, version: int) -> list[int]:
+        """Return the ranks whose slices of a unit are older than a version."""
+        ranks = range(self._cut.count)
+        return [rank for rank in ranks if self._counters.load(self._at(rank, unit)) <= version]
+
+    def wait(self, unit: int, version: int, rank: int, timeout_s: float) -> bool:
+        """Wait until a rank has published a version of a unit, and return whether it has."""
+        return self._counters.wait(self._at(rank, unit), version + 1, timeout_s)
+
+    def _at(self, rank: int, unit: int) -> int:
+        return rank * self._count + unit
+
+    def give_back(self) -> None:
+        """Free the memory, even while references to it exist, once all ranks have called this.
+
+        If a rank never calls this, the memory is freed when the last process has let go of it.
+        """
+        self.arena.unpin()
+        if self._counters.add(self._cut.count * self._count) == self._cut.count - 1:
+            self.arena.give_all_back()
+
+
+def _complete(unit: Unit, lease: Lease) -> WeightsHome:
+    groups, begin = [], 0
+    for group in unit.groups:
+        groups.append(StateHome(lease, begin, group.home_bytes, None))
+        begin += group.home_bytes
+    return WeightsHome(tuple(groups), unit.home_bytes, unit)
