@@ -72,8 +72,13 @@ def save_adapters(model: Any, target: Path) -> None:
     roots = [module for module in model.modules() if registry.is_offloaded(module)]
     for root in roots or [model]:
         coordinator = to_save(root)
-    with _with_values(model, roots) as state:
-        coordinator.world.once(f"saving adapters to {target}", lambda: _write(model, target, state))
+
+    def write() -> None:
+        with _with_values(model, roots) as state:
+            if coordinator.world.leads:
+                _write(model, target, state)
+
+    coordinator.world.lead(f"saving adapters to {target}", write, lambda: None)
 
 
 def _write(model: Any, target: Path, state: Tensors) -> None:

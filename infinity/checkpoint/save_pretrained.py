@@ -35,8 +35,10 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     generation config.
 
     One unit's weights are in memory at a time. If several ranks train the model, all ranks call this function, and rank
-    0 writes the files. All files are first written to a temporary directory, and moved to `directory` when they are
-    complete and on disk. An error while the files are written leaves the files of an earlier save unchanged.
+    0 writes the files. If the ranks share all weights (ranks.wire: host), rank 0 may also call this function alone.
+
+    All files are first written to a temporary directory, and moved to `directory` when they are complete and on disk.
+    An error while the files are written leaves the files of an earlier save unchanged.
 
     For a PEFT model, only the adapters are written, in the format of PEFT's own save_pretrained; all adapters are in
     memory at once. PeftModel.from_pretrained and AutoPeftModelForCausalLM load these files.
@@ -86,8 +88,7 @@ def save_parts(parts: ModelTensors, target: Path, max_shard_size: str) -> None:
                 if replaced := put(places[0], target, last=index_name("model")):
                     _remove_superseded(target, replaced)
 
-        coordinator.world.each(f"saving to {target}", take_part)
-        coordinator.world.once_slow(f"syncing {target}", publish)
+        coordinator.world.lead(f"saving to {target}", take_part, publish)
 
 
 def write_weights(

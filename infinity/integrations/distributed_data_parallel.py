@@ -37,15 +37,22 @@ def replace_ddp(patches: Patches) -> None:
 def replace_generating(patches: Patches, generation: ModuleType) -> None:
     """Make each rank continue in `generate` until all ranks are done, even if its own sequences have ended.
 
-    A forward on one rank needs the weights of all ranks.
+    A forward on one rank needs the weights of all ranks, unless the ranks share all weights.
     """
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("synced_gpus") is None and has_others() and _is_ours(model):
+        if kwargs.get("synced_gpus") is None and has_others() and _fetches_together(model):
             kwargs["synced_gpus"] = True
         return original(model, *args, **kwargs)
 
     patches.wrap(generation.GenerationMixin, "generate", generate)
+
+
+def _fetches_together(model: nn.Module) -> bool:
+    offloaded = [module for module in model.modules() if registry.is_offloaded(module)]
+    if not offloaded:
+        return _is_ours(model)
+    return any(registry.coordinator_of(module).world.gathers for module in offloaded)
 
 
 def _is_ours(module: nn.Module) -> bool:

@@ -218,6 +218,19 @@ class CollectiveQueue:
         """Do the work of all_gather_at, for a value that JSON can represent."""
         return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
 
+    def did(self, what: str) -> None:
+        """Tell the other ranks, outside of the queue, that this rank has ended a work."""
+        self._ranks.watch.did(what)
+
+    def wait_done(self, what: str, number: int) -> None:
+        """Wait until a rank has ended a work `number` times (did), without a deadline.
+
+        Raises:
+            PeerError: a rank failed.
+        """
+        while not self._ranks.watch.wait_done(what, number, _POLL_S):
+            self.raise_if_broken()
+
     def say(self, number: int) -> None:
         """Set the number that is sent to the other ranks with the header of each later operation."""
         self._says = number

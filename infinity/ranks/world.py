@@ -25,10 +25,12 @@ class World(ABC):
     Attributes:
         rank: number of this process.
         size: number of ranks.
+        gathers: whether a fetch of weights is a collective, which all ranks must make together.
     """
 
     rank: int
     size: int
+    gathers: bool = False
 
     @property
     def leads(self) -> bool:
@@ -70,6 +72,19 @@ class World(ABC):
         """Do the work of once(), for a function that may take longer than the ranks' deadline."""
 
     @abstractmethod
+    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Do work of rank 0 that reads weights. The other ranks wait for rank 0.
+
+        Args:
+            what: description of the work, the same on all ranks.
+            prepare: function that reads weights. If fetches are collectives, all ranks call it.
+            finish: function that only rank 0 calls afterwards. It may take longer than the ranks' deadline.
+
+        Raises:
+            The errors of each().
+        """
+
+    @abstractmethod
     def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         """Take part in the remaining gathers of a loop that all ranks run, even if this rank cannot continue."""
 
@@ -97,6 +112,10 @@ class SingleProcessWorld(World):
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
         act()
 
+    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+        prepare()
+        finish()
+
     def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         return
 
@@ -109,6 +128,8 @@ class SingleProcessWorld(World):
 
 class MultiRankWorld(World):
     """World of several ranks; in tests also of a single rank."""
+
+    gathers = True
 
     def __init__(self, collectives: CollectiveQueue) -> None:
         self.collectives = collectives
@@ -143,6 +164,10 @@ class MultiRankWorld(World):
             while not self.tell(what, is_done())[0]:
                 pass
             self.each(what, lambda: None if doing is None else doing.result())
+
+    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+        self.each(what, prepare)
+        self.once_slow(f"the end of {what}", finish)
 
     def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         for part in parts:

@@ -39,6 +39,7 @@ from infinity.sharded.rank_stores import (
     run_and_steps_in,
 )
 from infinity.sharded.shared_homes import SharedHomes
+from infinity.sharded.sharing_world import SharingWorld
 from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
@@ -174,7 +175,8 @@ class RankAgreement:
             self.memory.close()
             return RankResources(self.world, self.run)
         weights = SharedHomes(self.memory, [unit.full for unit in plan.layout.units], self.peers.cut)
-        return RankResources(self.world, self.run, weights)
+        world = SharingWorld(self.world.collectives) if isinstance(self.world, MultiRankWorld) else self.world
+        return RankResources(world, self.run, weights)
 
     def begin_run(self, config: NvmeConfig, *, replaces: str) -> None:
         """Prepare nvme.paths for a new run. All ranks call this.
@@ -299,7 +301,7 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     """Connect to the other ranks, if there are any. All ranks must call this.
 
     Raises:
-        NotAvailableError: several ranks do not support this device yet.
+        NotAvailableError: the ranks cannot share memory, and their devices or ranks.wire: host need it.
         ConfigError: torchrun has started several processes, but they have made no process group.
         PeerError: a rank failed. The message names the rank.
     """
@@ -316,8 +318,6 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
         if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
             wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
             raise NotAvailableError(f"{wanted} needs memory that all ranks share, but {refused}")
-        if refused and config.ranks.wire == "auto" and world.leads:
-            logger.warning("ranks.wire: gloo, as %s; results are the same", refused)
         return replace(agreement, peers=replace(peers, shared=memory is not None), memory=memory)
 
 
@@ -329,7 +329,10 @@ def _shared_memory(world: World, ranks: Ranks, config: SwapConfig) -> tuple[Shar
         return None, "the swap config has ranks.wire: gloo"
     if ranks.local_world < ranks.world:
         return None, "the ranks are on several machines"
-    return open_shared_memory(world)
+    memory, refused = open_shared_memory(world)
+    if refused and config.ranks.wire == "auto" and world.leads:
+        logger.warning("ranks.wire: gloo, as %s; results are the same", refused)
+    return memory, refused
 
 
 def _digest(units: Sequence[Unit]) -> str:

@@ -12,7 +12,9 @@ After the agreement, the shadow is copied to the slice.
 
 [Note: the shared memory]
 
-    one counter for each rank and unit, one for the ranks that have closed │ weights of unit 0 │ weights of unit 1 │ …
+    counters │ weights of unit 0 │ weights of unit 1 │ …
+
+There is one counter for each rank and unit, and one for the ranks that have closed.
 
 The weights of a unit have the layout of the home of a complete unit: encoded groups follow the other groups. A page
 belongs to the NUMA node of the rank that first writes it, which is its owner.

@@ -1,0 +1,212 @@
+"""Memory that ranks share: how it is passed, and what happens if a rank cannot have it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity
+from infinity.coordinator import registry
+from infinity.errors import InfinityError, NotAvailableError, PeerError
+from infinity.io.arena import PinnedArena
+from infinity.ranks import shared_memory
+from infinity.ranks.collective_queue import CollectiveQueue
+from infinity.ranks.ranks import Ranks
+from infinity.ranks.shared_memory import open_shared_memory
+from infinity.ranks.world import MultiRankWorld
+from infinity.sharded.shared_homes import SharedHomes
+from tests.ranks.workers import ended, run
+from tests.runtime.over_ranks import batch, offloaded, train
+
+HOST = {"weights": "host", "optimizer": "host"}
+
+
+def world_of_all() -> MultiRankWorld:
+    ranks = Ranks.of_world(deadline_s=20.0)
+    assert ranks is not None
+    return MultiRankWorld(CollectiveQueue(ranks))
+
+
+def passed() -> tuple[bytes, int, bool, str]:
+    world = world_of_all()
+    memory, refused = open_shared_memory(world)
+    assert memory is not None
+    memory.size(1 << 16)
+    inherited = os.get_inheritable(memory.fileno())
+    arena = PinnedArena(1 << 16, fd=memory.fileno())
+    arena.memory.view(world.rank, 1)[:] = bytes([world.rank + 1])
+    world.tell("written", None)
+    seals = fcntl.fcntl(memory.fileno(), fcntl.F_GET_SEALS)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(memory.fileno(), 1 << 15)
+    memory.close()
+    memory.close()
+    found = bytes(arena.memory.view(0, 4))
+    world.close()
+    return found, seals & shared_memory._SIZE_SEALS, inherited, refused
+
+
+def test_all_ranks_map_the_same_memory_whose_size_is_sealed() -> None:
+    assert run(3, passed) == [(b"\1\2\3\0", shared_memory._SIZE_SEALS, False, "")] * 3
+
+
+def without(what: str, config: dict[str, Any]) -> tuple[Any, bool, list[str]]:
+    """Train where a rank cannot have the memory. Return the result, whether the weights are shared, and warnings."""
+    rank = dist.get_rank()
+    if what == "memfd" and rank == 0:
+
+        def denied(*_: Any) -> int:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        os.memfd_create = denied  # type: ignore[assignment]
+    elif what == "user" and rank == 1:
+        os.setuid(65534)
+    elif what == "network" and rank == 1:
+        real = shared_memory._receive
+        shared_memory._receive = lambda address: real(f"{address} of another namespace")
+    shares, made = [], SharedHomes.__init__
+
+    def init(self: SharedHomes, *given: Any) -> None:
+        shares.append(True)
+        made(self, *given)
+
+    SharedHomes.__init__ = init  # type: ignore[method-assign]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("infinity.sharded.rank_agreement")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    return train("", config, 1, 2, steps=2), bool(shares), said
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("", ""),
+        ("memfd", "rank 0 could not make shared memory (memfd_create: Operation not permitted)"),
+        ("network", "rank 1 could not be given the shared memory (it cannot reach rank 0"),
+        pytest.param(
+            "user",
+            "rank 1 could not be given the shared memory (rank 0 belongs to another user",
+            marks=pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user"),
+        ),
+    ],
+)
+def test_a_rank_without_the_memory_has_the_same_bits_over_gloo_and_one_line(what: str, told: str) -> None:
+    losses, norms, weights = train("", HOST, 1, 2, steps=2)
+    found = run(2, without, what, HOST)
+    assert [result for result, *_ in found] == [(losses[rank::2], norms, weights) for rank in range(2)]
+    assert [shares for _, shares, _ in found] == [not what] * 2
+    (first, others) = [said for *_, said in found]
+    assert others == []
+    if not what:
+        assert first == []
+        return
+    (line,) = first
+    assert line.startswith(f"ranks.wire: gloo, as {told}")
+    assert line.endswith("; results are the same")
+
+
+def test_a_wire_that_the_config_names_is_not_replaced() -> None:
+    outcomes = ended(2, without, "memfd", HOST | {"ranks": {"wire": "host"}})
+    for outcome in outcomes:
+        assert isinstance(outcome.error, NotAvailableError | PeerError)
+        assert "ranks.wire: host needs memory that all ranks share, but rank 0 could not make" in str(outcome.error)
+
+
+def without_room() -> str:
+    world = world_of_all()
+    memory, _ = open_shared_memory(world)
+    assert memory is not None
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.ftruncate = full  # type: ignore[assignment]
+    try:
+        memory.size(1 << 30)
+    except InfinityError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def test_memory_that_cannot_be_made_is_refused_on_all_ranks() -> None:
+    told = "the ranks cannot share 1.00 GiB of memory (No space left on device). Set ranks.wire: gloo."
+    assert run(2, without_room) == [told, f"rank 0: {told}"]
+
+
+def killed(victim: int, steps: int) -> float:
+    """Train, and kill one rank in the middle. Return how long the others waited for their error."""
+    model = offloaded("", HOST)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for step in range(10):
+        if step == steps and dist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            model(batch(step, dist.get_rank(), torch.float32)).backward()
+            optim.step()
+            optim.zero_grad()
+        except PeerError as error:
+            assert f"rank {victim}" in str(error)
+            infinity.close(model)
+            return time.monotonic() - began
+    raise AssertionError("no error")
+
+
+def traces() -> set[str]:
+    sockets = Path("/proc/net/unix").read_text()
+    return {*os.listdir("/dev/shm"), *(word for word in sockets.split() if "infinity-" in word)}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_killed_rank_is_named_in_time_and_leaves_nothing(victim: int, steps: int) -> None:
+    before = traces()
+    outcomes = ended(3, killed, victim, steps)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    waited = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert all(each is not None and each < 5 for each in waited), [outcome.told for outcome in outcomes]
+    assert traces() <= before
+
+
+def freed() -> tuple[int, int]:
+    """Return the bytes of shared memory that are resident before and after all ranks have closed the model."""
+    model = offloaded("", HOST)
+    weights = registry.coordinator_of(model).resources.weights
+    assert isinstance(weights, SharedHomes)
+    before = _resident(weights)
+    infinity.close(model)
+    dist.barrier()
+    return before, _resident(weights)
+
+
+def _resident(weights: SharedHomes) -> int:
+    address = weights.arena.memory.address
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            mine = int(first.split("-")[0], 16) == address
+        elif mine and first == "Rss:":
+            found = int(line.split()[1]) << 10
+    return found
+
+
+def test_the_memory_is_freed_when_all_ranks_have_closed_the_model() -> None:
+    for before, after in run(3, freed):
+        assert before > 1 << 16
+        assert after == 0

@@ -1,0 +1,68 @@
+"""With weights that all ranks share, one rank uses the model while the others are busy elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import infinity
+from tests.conftest import weights_of
+from tests.models import llama
+from tests.ranks.workers import run
+from tests.runtime.over_ranks import digest
+
+pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
+
+
+def alone(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = infinity.offload(llama(2)[0], config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(12).reshape(1, 12) % 32
+    found: dict[str, Any] = {}
+    for step in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        optim.zero_grad()
+        done = Path(folder, f"{step} is done")
+        if rank == 1:
+            while not done.exists():
+                time.sleep(0.05)
+            continue
+        with torch.no_grad():
+            found["loss"] = model(input_ids=ids, labels=ids).loss.item()
+        found["tokens"] = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        infinity.save_pretrained(model, f"{folder}/{step}")
+        found["weights"] = {name: digest(value) for name, value in weights_of(model).items()}
+        with infinity.gathered(model, model.lm_head):
+            found["head"] = digest(model.lm_head.weight)
+        done.touch()
+    infinity.save_pretrained(model, f"{folder}/all")
+    assert Path(folder, "all", "model.safetensors").exists()
+    infinity.close(model)
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["off", "during_backward"])
+def test_rank_0_evaluates_generates_and_saves_while_rank_1_waits_for_it(tmp_path: Path, overlap: str) -> None:
+    config = {
+        "weights": "host",
+        "optimizer": "host",
+        "memory": {"host": "256MiB", "device": "64MiB"},
+        "overlap": overlap,
+    }
+    found, _ = run(2, alone, str(tmp_path), config | {"commit_every": 0})
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "1")
+    ids = torch.arange(12).reshape(1, 12) % 32
+    with torch.no_grad():
+        assert saved(input_ids=ids, labels=ids).loss.item() == found["loss"]
+    assert saved.generate(ids, max_new_tokens=4, do_sample=False).tolist() == found["tokens"]
+    assert digest(saved.lm_head.weight) == found["head"]
+    assert {name: digest(value) for name, value in saved.state_dict().items()} == found["weights"]
