@@ -5,11 +5,13 @@ DeepSpeed has weights and states on NVMe.
 
     bash bench/peers/setup.sh                                     # once: the peers' own environment
     python bench/ranks_vs_peers.py --json build/ranks.json
+    python bench/ranks_vs_peers.py --systems shared,gloo          # weights in RAM: one copy, or over sockets
     python bench/ranks_vs_peers.py --dtype float32 --layers 8     # a processor without AVX-512 takes minutes in bf16
 
 All ranks compute on the CPU, with one thread each. A turn is the same as in bench/step_vs_peers.py (peers/protocol.py).
 The time of a system is the time of its slowest rank. The memory of a system is the sum of its ranks' proportional set
-sizes after the turn, and the sum of the ranks' peaks. Every round begins with another system. Quote the ratios; single
+sizes after the turn, and the sum of the ranks' peaks. `waits` is the share of a step in which the script's thread of
+infinity waits for weights or gradients, as a mean over the ranks. Every round begins with another system. Quote the ratios; single
 times on a shared machine mean nothing.
 """
 
@@ -25,7 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peers.contenders import setting_of
 from peers.process import BENCH_DIR, Worker
@@ -36,6 +38,15 @@ from peers.workload import Job, Workload
 
 CHECKOUT = BENCH_DIR.parent
 SYSTEMS = ("infinity", "deepspeed", "fsdp2")
+
+
+class Ours(NamedTuple):
+    weights: str
+    wire: str
+
+
+OURS = {"infinity": Ours("nvme", "auto"), "shared": Ours("host", "host"), "gloo": Ours("host", "gloo")}
+"""Infinity's systems: with weights on NVMe, and with weights in RAM that the ranks share, or send over sockets."""
 
 
 class Ranks:
@@ -63,7 +74,12 @@ class Ranks:
         told = list(self._threads.map(Worker.step, self._workers))
         sums = {name: sum(each[name] for each in told) for name in ("pss_bytes", "peak_rss_bytes", "read_bytes")}
         loss = statistics.fmean(each["loss"] for each in told)
-        return {"seconds": max(each["seconds"] for each in told), "loss": loss, **sums}
+        waits = [
+            sum(each["counters"].get(name, 0.0) for name in ("fetch_wait_s", "gradient_s")) / each["seconds"]
+            for each in told
+        ]
+        seconds = max(each["seconds"] for each in told)
+        return {"seconds": seconds, "loss": loss, "waits": statistics.fmean(waits), **sums}
 
     def stop(self) -> None:
         list(self._threads.map(Worker.stop, self._workers))
@@ -71,14 +87,17 @@ class Ranks:
 
 
 def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argparse.Namespace) -> Ranks:
-    kind, python = name, args.infinity_python
+    kind, python = "infinity" if name in OURS else name, args.infinity_python
     options: dict[str, Any] = {}
-    if name == "infinity":
-        setting = setting_of("infinity-nvme-lean")
+    if name in OURS:
+        setting = setting_of(f"infinity-{OURS[name].weights}-lean")
         assert setting is not None
-        options = setting.options(workload, None)
+        options = setting.options(workload, None) | {"ranks": {"wire": OURS[name].wire}}
+        if args.optimizer == "host":
+            options["optimizer"], options["memory"]["host"] = "host", 24 * workload.numel + (1 << 30)
         # the swap config has the memory of the machine, which the ranks share
-        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)
+        if "device" in options["memory"]:
+            options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)
     elif name == "deepspeed":
         python, options = args.peers_python, params_on_nvme(workload)
     directory = "" if name == "fsdp2" else str(swap / name)
@@ -110,6 +129,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256, help="length of the sequence of each rank")
+    parser.add_argument("--optimizer", default="nvme", choices=["nvme", "host"], help="tier of infinity's states")
     parser.add_argument("--swap", type=Path, help="a directory on the disk that is measured; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for one answer")
@@ -131,19 +151,21 @@ def main() -> None:
     rows = {
         each.name: {
             key: statistics.median(told[each.name][key] for told in rounds)
-            for key in ("seconds", "pss_bytes", "peak_rss_bytes", "read_bytes", "loss")
+            for key in ("seconds", "pss_bytes", "peak_rss_bytes", "read_bytes", "loss", "waits")
         }
         for each in systems
     }
     first = systems[0].name
     print(f"\n{args.ranks} ranks, {workload.numel / 1e6:.0f} M parameters, {args.dtype}, {args.tokens} tokens each")
-    print(f"{'':12}{'s/step':>8}{'PSS, GB':>9}{'peak, GB':>10}{'loss':>9}   {first} beside it: time, PSS, peak")
+    print(
+        f"{'':12}{'s/step':>8}{'waits':>8}{'PSS, GB':>9}{'peak, GB':>10}{'loss':>9}   {first} beside it: time, PSS, peak"
+    )
     for name, row in rows.items():
         ratios = [rows[first][key] / row[key] for key in ("pss_bytes", "peak_rss_bytes")]
         paired = statistics.median(told[first]["seconds"] / told[name]["seconds"] for told in rounds)
         print(
-            f"{name:12}{row['seconds']:8.2f}{row['pss_bytes'] / 1e9:9.2f}{row['peak_rss_bytes'] / 1e9:10.2f}"
-            f"{row['loss']:9.4f}   {paired:.3f}, {ratios[0]:.3f}, {ratios[1]:.3f}"
+            f"{name:12}{row['seconds']:8.2f}{row['waits']:8.1%}{row['pss_bytes'] / 1e9:9.2f}"
+            f"{row['peak_rss_bytes'] / 1e9:10.2f}{row['loss']:9.4f}   {paired:.3f}, {ratios[0]:.3f}, {ratios[1]:.3f}"
         )
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

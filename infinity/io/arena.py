@@ -48,6 +48,10 @@ class Lease:
     def release(self) -> None:
         self._space.give_back(self)
 
+    def is_in(self, memory: _native.Arena) -> bool:
+        """Return whether the lease is a piece of this arena."""
+        return self._space.memory is memory
+
     def split(self, sizes: Sequence[int]) -> list[Lease]:
         """Split the lease into consecutive leases. After that, the new leases must be released in place of this lease.
 

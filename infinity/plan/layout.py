@@ -121,7 +121,8 @@ class ArenaBytes:
 
     Attributes:
         weights, states, gradients: weights, optimizer states and gradients that rest in RAM.
-        shared_weights: this rank's part of the weights that all ranks share, which are not in the arena.
+        shared_weights, shared_exchange: this rank's part of the memory that all ranks share, which is not in the arena:
+            its slices of the weights, and its gradients on their way to other ranks.
         shadows: new weights and states of speculative updates.
         landing: the window that gradients land in.
         staging: the update's tiles, including the tiles that are read ahead.
@@ -137,6 +138,7 @@ class ArenaBytes:
 
     weights: int
     shared_weights: int
+    shared_exchange: int
     states: int
     gradients: int
     shadows: int
@@ -155,6 +157,11 @@ class ArenaBytes:
         """Bytes of the one lease for homes and shadows. When an update is applied, its shadow becomes the home of the
         state."""
         return self.weights + self.states + self.shadows
+
+    @property
+    def shared(self) -> int:
+        """This rank's part of the memory that all ranks share."""
+        return self.shared_weights + self.shared_exchange
 
     @property
     def nbytes(self) -> int:
@@ -300,6 +307,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budge
     return ArenaBytes(
         weights=0 if limits.shared else weights,
         shared_weights=weights if limits.shared else 0,
+        shared_exchange=budgets.exchange_bytes if limits.shared else 0,
         states=sum(state.lease_bytes for unit in units for state in unit.kept()) - weights,
         gradients=sum(gradient.lease_bytes for unit in units for gradient in unit.gradients),
         shadows=budgets.shadow_bytes,
@@ -310,7 +318,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budge
         copies=budgets.copies_bytes,
         commits=budgets.commit_bytes,
         activations=budgets.activation_bytes,
-        exchange=budgets.exchange_bytes,
+        exchange=0 if limits.shared else budgets.exchange_bytes,
         secondary=budgets.secondary_bytes,
     )
 

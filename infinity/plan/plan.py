@@ -117,7 +117,7 @@ class Plan:
         memory.device.
         """
         of_device = self.device_bytes if self.budgets.limits.in_place else 0
-        return self.layout.arena.nbytes + self.layout.arena.shared_weights - of_device + self.layout.checksum_bytes
+        return self.layout.arena.nbytes + self.layout.arena.shared - of_device + self.layout.checksum_bytes
 
     def describe(self) -> str:
         """Return a few lines for the log: every tier, every budget, and the predicted traffic."""

@@ -298,18 +298,10 @@ class PlanInput:
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """Host memory for gradients on their way to the ranks that own them.
-
-        The memory has room for the gradients of the two largest units: the gradients that this rank sends, and the
-        gradients that arrive from all ranks. It also has room for the gradients of the units that stay on the device,
-        because these gradients are sent last.
-        """
+        """Host memory for gradients on their way to the ranks that own them."""
         if not self.limits.slice_count:
             return 0
-        staying = sum(unit.full.gradient_bytes for unit in self.units if unit.full.stays)
-        # Every rank sends its gradients for this rank's slice. The slices' sizes are rounded up.
-        boxes = [unit.full.gradient_bytes + self.limits.slice_count * unit.local.gradient_bytes for unit in self.units]
-        return sum(sorted(boxes)[-2:]) + staying
+        return exchange_bytes([(unit.full, unit.local) for unit in self.units], self.limits.slice_count)
 
     @cached_property
     def commit_bytes(self) -> int:
@@ -423,6 +415,23 @@ def scratch_bytes(resident: Iterable[UnitBytes]) -> int:
     """
     numel = max((group.numel for unit in resident for group in unit.local.trainable_groups), default=0)
     return round_up(_SCRATCH_ITEMSIZE * min(numel, _SCRATCH_NUMEL), PAGE_BYTES)
+
+
+def exchange_bytes(units: Sequence[tuple[Unit, Unit]], count: int) -> int:
+    """Return the bytes for gradients on their way to the ranks that own them.
+
+    There is room for the gradients of the two largest units: the gradients that a rank sends, and the gradients that
+    arrive from all ranks. There is also room for the gradients of the units that stay on the device, because these
+    gradients are sent last.
+
+    Args:
+        units: each complete unit, and the slice of it that this rank keeps. Those of rank 0 are the longest.
+        count: number of ranks.
+    """
+    staying = sum(unit.gradient_bytes for unit, _ in units if unit.stays)
+    # Every rank sends its gradients for this rank's slice.
+    boxes = [unit.gradient_bytes + count * local.gradient_bytes for unit, local in units]
+    return sum(sorted(boxes)[-2:]) + staying
 
 
 def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:

@@ -30,7 +30,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -44,7 +44,7 @@ from infinity.errors import PeerError
 from infinity.quoting import raised
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import OperationHeader
-from infinity.ranks.operations import AllGather, CollectiveOperation, ControlMessage
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.watch import Trouble
 
@@ -370,8 +370,13 @@ class CollectiveQueue:
         group = self._ranks.gather if isinstance(moved, AllGather) and moved.near else self._ranks.shard
         if group.size == 1:
             return collectives.alone(begun.operation)
-        talking = self._ranks.group_of(group)
         self.raise_if_broken()
+        if isinstance(moved, AllToAll) and moved.shared is not None and all(header.place >= 0 for header in said):
+            self._begin_next(wait=False)
+            places = [header.place for header in said]
+            moved.shared.through.exchange(places, moved.send_splits, moved.receive, self._patience(begun.what))
+            return []
+        talking = self._ranks.group_of(group)
         try:
             if isinstance(moved, AllGather):
                 self._works = collectives.begin_gather(moved, group, talking)
@@ -408,28 +413,43 @@ class CollectiveQueue:
         Raises:
             PeerError: not all works succeeded.
         """
-        deadline_s, watch = self._ranks.deadline_s, self._ranks.watch
-        began, left_at, self._awaited = time.monotonic(), 0.0, works
-        says_at = began + deadline_s * _SILENT_SHARE
+        self._awaited, check = works, self._patience(what)
         for work in works:
             while not self._ended(work, what):
-                self.raise_if_broken()
-                now = time.monotonic()
-                left_at = left_at or (now if watch.left else 0.0)
-                if now > says_at:
-                    says_at = math.inf
-                    logger.warning(
-                        "rank %d has waited %.0f s for the other ranks at %s; all ranks must call the model equally "
-                        "often. After %g s (ranks.deadline_s) this is an error",
-                        self._ranks.rank,
-                        now - began,
-                        what,
-                        deadline_s,
-                    )
-                if left_at and now > left_at + _LAST_BYTES_S:
-                    raise self._inquire("connection", what, "but its connections are still open")
-                if now > began + deadline_s:
-                    raise self._inquire("deadline", what, f"within {deadline_s:g} s")
+                check()
+
+    def _patience(self, what: str) -> Callable[[], None]:
+        """Return a function to call several times a second during a wait for other ranks. It raises PeerError if a rank
+        has failed or left, or the deadline has passed.
+
+        Args:
+            what: description of the operation, for messages.
+        """
+        deadline_s, watch = self._ranks.deadline_s, self._ranks.watch
+        began, left_at = time.monotonic(), 0.0
+        says_at = began + deadline_s * _SILENT_SHARE
+
+        def check() -> None:
+            nonlocal left_at, says_at
+            self.raise_if_broken()
+            now = time.monotonic()
+            left_at = left_at or (now if watch.left else 0.0)
+            if now > says_at:
+                says_at = math.inf
+                logger.warning(
+                    "rank %d has waited %.0f s for the other ranks at %s; all ranks must call the model equally often. "
+                    "After %g s (ranks.deadline_s) this is an error",
+                    self._ranks.rank,
+                    now - began,
+                    what,
+                    deadline_s,
+                )
+            if left_at and now > left_at + _LAST_BYTES_S:
+                raise self._inquire("connection", what, "but its connections are still open")
+            if now > began + deadline_s:
+                raise self._inquire("deadline", what, f"within {deadline_s:g} s")
+
+        return check
 
     def _ended(self, work: Work, what: str) -> bool:
         """Wait for a short time, and return whether the work is done."""

@@ -18,7 +18,7 @@ from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation
 from infinity.ranks.ranks import RankGroup
 from infinity.ranks.watch import listed
 
-_FORM = struct.Struct("<qqqQQqq")
+_FORM = struct.Struct("<qqqQQqqq")
 NBYTES = 128
 _ADVICE = (
     "Every rank must run the same modules in the same order. Stop all ranks, and look for code that depends on the "
@@ -41,6 +41,7 @@ class OperationHeader:
         sent, received: digests of the sizes; for a ControlMessage, the length of the payload, and 0.
         leader: number of the first of the ranks that gather the same data.
         says: number that the rank announces with the operation (CollectiveQueue.say); the ranks do not compare it.
+        place: place of the rank's pieces in memory that all ranks share; -1: they are elsewhere. It may differ.
         name: name of the subject, truncated.
     """
 
@@ -51,6 +52,7 @@ class OperationHeader:
     received: int
     leader: int
     says: int
+    place: int
     name: str
 
     @classmethod
@@ -68,17 +70,19 @@ class OperationHeader:
         else:
             sizes = _IS_AT, len(moved.payload), 0, 0
         kind, sent, received, leader = sizes
-        return cls(index, kind, operation.subject, sent, received, leader, says, operation.name)
+        shared = moved.shared if isinstance(moved, AllToAll) else None
+        place = -1 if shared is None else shared.place
+        return cls(index, kind, operation.subject, sent, received, leader, says, place, operation.name)
 
     def encode(self) -> bytes:
-        fixed = _FORM.pack(self.index, self.kind, self.subject, self.sent, self.received, self.leader, self.says)
+        numbers = self.index, self.kind, self.subject, self.sent, self.received, self.leader, self.says, self.place
+        fixed = _FORM.pack(*numbers)
         return (fixed + self.name.encode()[: NBYTES - len(fixed)]).ljust(NBYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> OperationHeader:
         name = data[_FORM.size :].rstrip(b"\0").decode(errors="ignore")
-        index, kind, subject, sent, received, leader, says = _FORM.unpack_from(data)
-        return cls(index, kind, subject, sent, received, leader, says, name)
+        return cls(*_FORM.unpack_from(data), name)
 
     @property
     def what(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +26,36 @@ class AllGather:
     near: bool = False
 
 
+class SharedExchange(Protocol):
+    """Exchange of pieces through memory that all ranks share."""
+
+    def exchange(
+        self, places: Sequence[int], splits: Sequence[int], receive: torch.Tensor, check: Callable[[], None]
+    ) -> None:
+        """Receive one piece from each rank, and wait until all ranks have received theirs.
+
+        Args:
+            places: place in the shared memory of the pieces of each rank.
+            splits: bytes of the pieces for ranks 0, 1, …, the same on all ranks.
+            receive: uint8, to which the pieces from ranks 0, 1, … are written.
+            check: function that is called several times a second while this rank waits, and raises an error if a rank
+                has failed.
+        """
+
+
+class SharedPlace(NamedTuple):
+    """Place of pieces in memory that all ranks share.
+
+    Attributes:
+        place: bytes from the start of the shared memory; -1 if the pieces are elsewhere. If they are elsewhere on any
+            rank, the ranks send them.
+        through: the shared memory.
+    """
+
+    place: int
+    through: SharedExchange
+
+
 @dataclass(frozen=True)
 class AllToAll:
     """Exchange in which each rank of W sends one piece to each rank, and receives one piece from each rank.
@@ -35,12 +66,15 @@ class AllToAll:
         receive: uint8, contiguous, `sum(receive_splits)` bytes, to which the pieces from ranks 0, 1, … of W are
             written, one after the other.
         receive_splits: bytes of each piece in `receive`.
+        shared: place of `send` in memory that all ranks share; None if the ranks share no memory. With `shared`,
+            `send_splits` are the same on all ranks.
     """
 
     send: torch.Tensor
     send_splits: Sequence[int]
     receive: torch.Tensor
     receive_splits: Sequence[int]
+    shared: SharedPlace | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ import torch
 
 from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.ranks.collective_queue import CollectiveQueue, OperationFuture
-from infinity.ranks.operations import AllToAll, CollectiveOperation
+from infinity.ranks.operations import AllToAll, CollectiveOperation, SharedPlace
+from infinity.sharded.mailboxes import Mailboxes
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterPlace
 from infinity.tiers.downloads import GradientLanding, GradientQueue, GroupGradientDownload
@@ -86,6 +87,7 @@ class GradientOutbox:
         before_landing: function that is called with the index of a unit before gradients of the unit land. The function
             makes sure that nothing reads the present gradients of the unit any more.
         queue: queue of gradients from the device; None if gradients come from host memory.
+        mailboxes: memory that all ranks share, of which `space` is a part; None if the ranks share no memory.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class GradientOutbox:
         space: ArenaRegion,
         before_landing: Callable[[int], None],
         queue: GradientQueue | None = None,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
         self._shards = shards
         self._local = local
@@ -103,6 +106,7 @@ class GradientOutbox:
         self._space = space
         self._before_landing = before_landing
         self._queue = queue
+        self._mailboxes = mailboxes
         self._boxes: dict[int, _UnsentGradients] = {}
         self._on_way: deque[_GradientsInFlight] = deque()
         self._completed: list[int] = []
@@ -188,6 +192,7 @@ class GradientOutbox:
                     [(end - begin) * itemsize for begin, end in shard.slices[group_index]],
                     _bytes_of(received, at, nbytes),
                     [_mine_bytes(shard, group_index)] * shard.cut.count,
+                    self._shared_place(box.lease, shard, group_index),
                 ),
                 shard.full.index,
                 f"the gradients of unit '{shard.full.name}'",
@@ -196,6 +201,12 @@ class GradientOutbox:
             tickets.append(self._collectives.submit(operation))
             at += nbytes
         self._on_way.append(_GradientsInFlight(shard, box, complete, received, tickets))
+
+    def _shared_place(self, lease: Lease, shard: Shard, group_index: int) -> SharedPlace | None:
+        """Return the place of the gradients of a group in memory that all ranks share; None without such memory."""
+        if self._mailboxes is None:
+            return None
+        return SharedPlace(self._mailboxes.place(lease, _begin(shard, group_index)), self._mailboxes)
 
     def land_arrived(self) -> None:
         """Land the boxes that have arrived."""
@@ -276,9 +287,13 @@ def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
 
 def _memory(lease: Lease, shard: Shard, group_index: int) -> memoryview:
     """Return the memory of the gradients of a group in a box."""
-    begin = sum(shard.full.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
     group = shard.full.groups[group_index]
-    return lease.view(begin, group.numel * group.dtype.itemsize)
+    return lease.view(_begin(shard, group_index), group.numel * group.dtype.itemsize)
+
+
+def _begin(shard: Shard, group_index: int) -> int:
+    """Return the offset in a box of the gradients of a group."""
+    return sum(shard.full.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
 
 
 def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:

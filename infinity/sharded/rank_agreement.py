@@ -22,7 +22,7 @@ from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, PeerFacts, secondary_bytes
+from infinity.plan.plan_input import NO_PEERS, PeerFacts, exchange_bytes, secondary_bytes
 from infinity.plan.planner import limits_of
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
@@ -174,7 +174,10 @@ class RankAgreement:
         if not plan.peers.shared:
             self.memory.close()
             return RankResources(self.world, self.run)
-        weights = SharedHomes(self.memory, [unit.full for unit in plan.layout.units], self.peers.cut)
+        units, cut = [unit.full for unit in plan.layout.units], self.peers.cut
+        first = replace(cut, index=0)
+        boxes = exchange_bytes([(unit, first.of(unit).local) for unit in units], cut.count)
+        weights = SharedHomes(self.memory, units, cut, boxes)
         world = SharingWorld(self.world.collectives) if isinstance(self.world, MultiRankWorld) else self.world
         return RankResources(world, self.run, weights)
 

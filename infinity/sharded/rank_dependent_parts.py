@@ -61,8 +61,11 @@ def open_gradients(
     """
     world = resources.world
     if isinstance(world, MultiRankWorld):
-        queue, space = _gradient_queue(resources), resources.between_ranks
-        outbox = GradientOutbox(shards, local, world.collectives, space, before_landing, queue)
+        weights = resources.weights
+        mailboxes = weights.mailboxes if isinstance(weights, SharedHomes) else None
+        space = resources.between_ranks if mailboxes is None else mailboxes.space
+        queue = _gradient_queue(resources)
+        outbox = GradientOutbox(shards, local, world.collectives, space, before_landing, queue, mailboxes)
         return MultiRankGradients(shards, local, world.collectives, outbox)
     return SingleProcessGradients(local, resources.landing_window, before_landing)
 

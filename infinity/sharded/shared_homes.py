@@ -12,9 +12,10 @@ After the agreement, the shadow is copied to the slice.
 
 [Note: the shared memory]
 
-    counters │ weights of unit 0 │ weights of unit 1 │ …
+    counters │ weights of unit 0 │ weights of unit 1 │ … │ gradients of rank 0 │ gradients of rank 1 │ …
 
-There is one counter for each rank and unit, and one for the ranks that have closed.
+There is one counter for each rank and unit, one for the ranks that have closed, and two for the gradients of each rank
+(mailboxes.py).
 
 The weights of a unit have the layout of the home of a complete unit: encoded groups follow the other groups. A page
 belongs to the NUMA node of the rank that first writes it, which is its owner.
@@ -34,6 +35,7 @@ from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.store import Extent
 from infinity.plan.layout import UnitLayout
 from infinity.ranks.shared_memory import SharedMemory
+from infinity.sharded.mailboxes import Mailboxes
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
@@ -92,9 +94,11 @@ class SharedHomes:
         memory: the memory, which this object closes.
         units: the complete units.
         cut: this rank's slice of every unit.
+        exchange_bytes: bytes of each rank's gradients on their way to other ranks, the same on all ranks.
 
     Attributes:
         arena: the mapping.
+        mailboxes: the gradients.
         complete: homes of the complete units, which slots are filled from.
 
     Raises:
@@ -102,21 +106,26 @@ class SharedHomes:
         PeerError: another rank failed.
     """
 
-    def __init__(self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition) -> None:
+    def __init__(self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition, exchange_bytes: int) -> None:
         counters = round_up((cut.count * len(units) + 1) * _COUNTER_BYTES, PAGE_BYTES)
+        of_mail = round_up(2 * cut.count * _COUNTER_BYTES, PAGE_BYTES)
         sizes = [round_up(unit.home_bytes, PAGE_BYTES) for unit in units]
+        nbytes = counters + of_mail + sum(sizes) + cut.count * exchange_bytes
         try:
-            memory.size(counters + sum(sizes))
-            self.arena = PinnedArena(counters + sum(sizes), fd=memory.fileno())
+            memory.size(nbytes)
+            self.arena = PinnedArena(nbytes, fd=memory.fileno())
         finally:
             memory.close()
         self._cut = cut
         self._count = len(units)
         self._counters = _native.SharedCounters(self.arena.lease(counters, "the counters of the ranks").view())
+        mail = _native.SharedCounters(self.arena.lease(of_mail, "the counters of the gradients").view())
         leases = [
             self.arena.lease(nbytes, f"the weights of '{unit.name}'") for unit, nbytes in zip(units, sizes, strict=True)
         ]
         self.complete = [_complete(unit, lease) for unit, lease in zip(units, leases, strict=True)]
+        regions = [self.arena.lease(exchange_bytes, "gradients between ranks") for _ in range(cut.count)]
+        self.mailboxes = Mailboxes(self.arena, mail, regions, cut.index)
         self._queue = queue.SimpleQueue[Publication | None]()
         self._thread = threading.Thread(target=self._run, name="infinity-publisher", daemon=True)
         self._thread.start()

@@ -1,0 +1,88 @@
+"""Exchange of gradients through memory that all ranks of a machine share, without sockets.
+
+[Note: one exchange]
+Each rank has a region of the shared memory for its gradients. The headers of an operation tell all ranks where the
+gradients of each rank are (ranks/headers.py). Two counters of each rank, which count exchanges, order the copies:
+
+    my gradients are complete → `ready` advanced → for each other rank: its `ready` awaited, its piece for me copied →
+    `copied` advanced → `copied` of all other ranks awaited → my region may be written again
+
+All ranks make the same exchanges in the same order, which the queue of the collectives has checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from infinity import _native
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
+
+_POLL_S = 0.25
+
+
+class Mailboxes:
+    """The regions of all ranks in the shared memory.
+
+    Args:
+        arena: the shared memory.
+        counters: two counters for each rank.
+        rank: number of this rank.
+        count: number of ranks.
+
+    Attributes:
+        space: this rank's region.
+    """
+
+    def __init__(
+        self, arena: PinnedArena, counters: _native.SharedCounters, regions: Sequence[Lease], rank: int
+    ) -> None:
+        self._arena = arena
+        self._counters = counters
+        self._rank = rank
+        self._count = len(regions)
+        self._begin, self._end = regions[rank].offset, regions[rank].offset + regions[rank].nbytes
+        self._done = 0
+        self.space: ArenaRegion = regions[rank].space()
+
+    def place(self, lease: Lease, begin: int) -> int:
+        """Return the place in the shared memory of byte `begin` of a lease; -1 if the lease is elsewhere."""
+        return lease.offset + begin if lease.is_in(self._arena.memory) else -1
+
+    def exchange(
+        self, places: Sequence[int], splits: Sequence[int], receive: torch.Tensor, check: Callable[[], None]
+    ) -> None:
+        """Receive one piece from each rank, and wait until all ranks have received theirs.
+
+        Args:
+            places: place of the gradients of each rank.
+            splits: bytes of the pieces for ranks 0, 1, …, the same on all ranks.
+            receive: uint8 [count * splits[rank]], to which the pieces from ranks 0, 1, … are written.
+            check: function that is called several times a second while this rank waits, and raises an error if a rank
+                has failed.
+        """
+        self._done += 1
+        self._counters.advance(self._ready(self._rank), self._done)
+        nbytes, ends = splits[self._rank], list(accumulate(splits))
+        begin = ends[self._rank] - nbytes
+        for step in range(self._count):
+            rank = (self._rank + step) % self._count  # so that not all ranks read the same memory at the same time
+            self._wait(self._ready(rank), check)
+            if nbytes:
+                piece = self._arena.memory.view(places[rank] + begin, nbytes)
+                receive[rank * nbytes : (rank + 1) * nbytes].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        self._counters.advance(self._copied(self._rank), self._done)
+        for rank in range(self._count):
+            self._wait(self._copied(rank), check)
+
+    def _wait(self, counter: int, check: Callable[[], None]) -> None:
+        while not self._counters.wait(counter, self._done, _POLL_S):
+            check()
+
+    def _ready(self, rank: int) -> int:
+        return 2 * rank
+
+    def _copied(self, rank: int) -> int:
+        return 2 * rank + 1
