@@ -11,8 +11,8 @@ DeepSpeed has weights and states on NVMe.
 All ranks compute on the CPU, with one thread each. A turn is the same as in bench/step_vs_peers.py (peers/protocol.py).
 The time of a system is the time of its slowest rank. The memory of a system is the sum of its ranks' proportional set
 sizes after the turn, and the sum of the ranks' peaks. `waits` is the share of a step in which the script's thread of
-infinity waits for weights or gradients, as a mean over the ranks. Every round begins with another system. Quote the ratios; single
-times on a shared machine mean nothing.
+infinity waits for weights or gradients, as a mean over the ranks. Every round begins with another system. Quote the
+ratios; single times on a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from peers.workload import Job, Workload
 
 CHECKOUT = BENCH_DIR.parent
 SYSTEMS = ("infinity", "deepspeed", "fsdp2")
+
+
+_SUMS = ("cpu_seconds", "pss_bytes", "peak_rss_bytes", "read_bytes")
 
 
 class Ours(NamedTuple):
@@ -72,7 +75,7 @@ class Ranks:
 
     def step(self) -> dict[str, Any]:
         told = list(self._threads.map(Worker.step, self._workers))
-        sums = {name: sum(each[name] for each in told) for name in ("pss_bytes", "peak_rss_bytes", "read_bytes")}
+        sums = {name: sum(each[name] for each in told) for name in _SUMS}
         loss = statistics.fmean(each["loss"] for each in told)
         waits = [
             sum(each["counters"].get(name, 0.0) for name in ("fetch_wait_s", "gradient_s")) / each["seconds"]
@@ -151,20 +154,19 @@ def main() -> None:
     rows = {
         each.name: {
             key: statistics.median(told[each.name][key] for told in rounds)
-            for key in ("seconds", "pss_bytes", "peak_rss_bytes", "read_bytes", "loss", "waits")
+            for key in ("seconds", "loss", "waits", *_SUMS)
         }
         for each in systems
     }
     first = systems[0].name
     print(f"\n{args.ranks} ranks, {workload.numel / 1e6:.0f} M parameters, {args.dtype}, {args.tokens} tokens each")
-    print(
-        f"{'':12}{'s/step':>8}{'waits':>8}{'PSS, GB':>9}{'peak, GB':>10}{'loss':>9}   {first} beside it: time, PSS, peak"
-    )
+    columns = f"{'':12}{'s/step':>8}{'CPU, s':>8}{'waits':>8}{'PSS, GB':>9}{'peak, GB':>10}{'loss':>9}"
+    print(f"{columns}   {first} beside it: time, PSS, peak")
     for name, row in rows.items():
         ratios = [rows[first][key] / row[key] for key in ("pss_bytes", "peak_rss_bytes")]
         paired = statistics.median(told[first]["seconds"] / told[name]["seconds"] for told in rounds)
         print(
-            f"{name:12}{row['seconds']:8.2f}{row['waits']:8.1%}{row['pss_bytes'] / 1e9:9.2f}"
+            f"{name:12}{row['seconds']:8.2f}{row['cpu_seconds']:8.2f}{row['waits']:8.1%}{row['pss_bytes'] / 1e9:9.2f}"
             f"{row['peak_rss_bytes'] / 1e9:10.2f}{row['loss']:9.4f}   {paired:.3f}, {ratios[0]:.3f}, {ratios[1]:.3f}"
         )
     if args.json:
