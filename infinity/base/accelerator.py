@@ -352,6 +352,11 @@ def why_no_device() -> str:
     return ""
 
 
+def choice_of_rank(device: torch.device) -> str:
+    """Return the call that makes a rank's own device current, for messages."""
+    return f"torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))"
+
+
 def describe(device: torch.device) -> DeviceFacts:
     """Return facts about a device. The call opens a context on the device."""
     module = torch.get_device_module(device)

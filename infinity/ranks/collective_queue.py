@@ -373,8 +373,9 @@ class CollectiveQueue:
         self.raise_if_broken()
         if isinstance(moved, AllToAll) and moved.shared is not None and all(header.place >= 0 for header in said):
             self._begin_next(wait=False)
-            places = [header.place for header in said]
-            moved.shared.through.exchange(places, moved.send_splits, moved.receive, self._patience(begun.what))
+            begin = sum(moved.send_splits[: self._ranks.rank])  # the splits are the same on all ranks
+            places, pieces = [header.place + begin for header in said], moved.receive.split(list(moved.receive_splits))
+            moved.shared.through.exchange(places, pieces, self._patience(begun.what))
             return []
         talking = self._ranks.group_of(group)
         try:

@@ -82,7 +82,8 @@ class OperationHeader:
     @classmethod
     def decode(cls, data: bytes) -> OperationHeader:
         name = data[_FORM.size :].rstrip(b"\0").decode(errors="ignore")
-        return cls(*_FORM.unpack_from(data), name)
+        index, kind, subject, sent, received, leader, says, place = _FORM.unpack_from(data)
+        return cls(index, kind, subject, sent, received, leader, says, place, name)
 
     @property
     def what(self) -> str:

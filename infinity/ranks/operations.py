@@ -9,35 +9,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-@dataclass(frozen=True)
-class AllGather:
-    """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
-
-    Args:
-        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already at its place. The gather writes the
-            other slices.
-        slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ, and a rank without a slice
-            has 0.
-        near: whether the ranks of G gather; False: the ranks of W gather.
-    """
-
-    buffer: torch.Tensor
-    slices: Sequence[int]
-    near: bool = False
-
-
 class SharedExchange(Protocol):
     """Exchange of pieces through memory that all ranks share."""
 
-    def exchange(
-        self, places: Sequence[int], splits: Sequence[int], receive: torch.Tensor, check: Callable[[], None]
-    ) -> None:
-        """Receive one piece from each rank, and wait until all ranks have received theirs.
+    def exchange(self, places: Sequence[int], pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+        """Receive pieces from other ranks, and wait until all ranks have received theirs.
 
         Args:
-            places: place in the shared memory of the pieces of each rank.
-            splits: bytes of the pieces for ranks 0, 1, …, the same on all ranks.
-            receive: uint8, to which the pieces from ranks 0, 1, … are written.
+            places: place in the shared memory of the piece that each rank has for this rank.
+            pieces: for each rank, uint8 to which its piece is written.
             check: function that is called several times a second while this rank waits, and raises an error if a rank
                 has failed.
         """
@@ -54,6 +34,23 @@ class SharedPlace(NamedTuple):
 
     place: int
     through: SharedExchange
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
+
+    Args:
+        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already at its place. The gather writes the
+            other slices.
+        slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ, and a rank without a slice
+            has 0.
+        near: whether the ranks of G gather; False: the ranks of W gather.
+    """
+
+    buffer: torch.Tensor
+    slices: Sequence[int]
+    near: bool = False
 
 
 @dataclass(frozen=True)

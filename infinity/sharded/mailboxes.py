@@ -13,7 +13,6 @@ All ranks make the same exchanges in the same order, which the queue of the coll
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -51,28 +50,17 @@ class Mailboxes:
         """Return the place in the shared memory of byte `begin` of a lease; -1 if the lease is elsewhere."""
         return lease.offset + begin if lease.is_in(self._arena.memory) else -1
 
-    def exchange(
-        self, places: Sequence[int], splits: Sequence[int], receive: torch.Tensor, check: Callable[[], None]
-    ) -> None:
-        """Receive one piece from each rank, and wait until all ranks have received theirs.
-
-        Args:
-            places: place of the gradients of each rank.
-            splits: bytes of the pieces for ranks 0, 1, …, the same on all ranks.
-            receive: uint8 [count * splits[rank]], to which the pieces from ranks 0, 1, … are written.
-            check: function that is called several times a second while this rank waits, and raises an error if a rank
-                has failed.
-        """
+    def exchange(self, places: Sequence[int], pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+        """Receive pieces from other ranks, and wait until all ranks have received theirs (SharedExchange)."""
         self._done += 1
         self._counters.advance(self._ready(self._rank), self._done)
-        nbytes, ends = splits[self._rank], list(accumulate(splits))
-        begin = ends[self._rank] - nbytes
         for step in range(self._count):
             rank = (self._rank + step) % self._count  # so that not all ranks read the same memory at the same time
             self._wait(self._ready(rank), check)
-            if nbytes:
-                piece = self._arena.memory.view(places[rank] + begin, nbytes)
-                receive[rank * nbytes : (rank + 1) * nbytes].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+            piece = pieces[rank]
+            if piece.numel():
+                source = self._arena.memory.view(places[rank], piece.numel())
+                piece.copy_(torch.frombuffer(source, dtype=torch.uint8))
         self._counters.advance(self._copied(self._rank), self._done)
         for rank in range(self._count):
             self._wait(self._copied(rank), check)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from infinity.base.accelerator import choice_of_rank, describe
 from infinity.config import NvmeConfig, SwapConfig
-from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
@@ -305,7 +306,8 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
 
     Raises:
         NotAvailableError: the ranks cannot share memory, and their devices or ranks.wire: host need it.
-        ConfigError: torchrun has started several processes, but they have made no process group.
+        ConfigError: torchrun has started several processes, but they have made no process group; or two ranks compute
+            on one device.
         PeerError: a rank failed. The message names the rank.
     """
     require_ranks_met()
@@ -317,11 +319,32 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     peers = PeerFacts(RankPartition(ranks.world, ranks.rank), ranks.local_world, near=near)
     agreement = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
     with agreement.telling():
+        _require_own_devices(world, ranks, device)
         memory, refused = _shared_memory(world, ranks, config)
         if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
             wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
             raise NotAvailableError(f"{wanted} needs memory that all ranks share, but {refused}")
         return replace(agreement, peers=replace(peers, shared=memory is not None), memory=memory)
+
+
+def _require_own_devices(world: World, ranks: Ranks, device: torch.device) -> None:
+    """Check that all ranks compute on devices of one type, and that no two ranks of a machine have the same device."""
+    if ranks.world == 1:
+        return
+    own = "" if device.type == "cpu" else describe(device).address or str(device)
+    told = world.tell("comparing the devices", [str(device), device.type, f"{ranks.node} {own}" if own else ""])
+    for rank, (name, kind, place) in enumerate(told):
+        if kind != told[0][1]:
+            raise ConfigError(
+                f"rank 0 computes on {told[0][0]}, but rank {rank} on {name}: all ranks need GPUs, or none"
+            )
+        first = next(other for other, (*_, its) in enumerate(told) if its == place)
+        if place and first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} compute on the same device ({told[first][0]} and {name}). Call "
+                f"{choice_of_rank(device)} before the model is offloaded, or start no more ranks than the machine has "
+                "devices."
+            )
 
 
 def _shared_memory(world: World, ranks: Ranks, config: SwapConfig) -> tuple[SharedMemory | None, str]:

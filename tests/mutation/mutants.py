@@ -12,6 +12,7 @@ from tests.mutation.of_ranks import OF_RANKS
 from tests.mutation.of_resident_units import OF_RESIDENT_UNITS
 from tests.mutation.of_runs import OF_RUNS
 from tests.mutation.of_seam import OF_SEAM
+from tests.mutation.of_sharing import OF_SHARING
 from tests.mutation.of_storage import OF_STORAGE
 from tests.mutation.of_token_tiles import OF_TOKEN_TILES
 from tests.mutation.of_training import OF_TRAINING
@@ -26,6 +27,7 @@ MUTANTS = [
     *OF_ACTIVATIONS,
     *OF_RESIDENT_UNITS,
     *OF_RANKS,
+    *OF_SHARING,
     *OF_RUNS,
     *OF_MICRO_BATCHES,
     *OF_TOKEN_TILES,

@@ -204,4 +204,5 @@ TIERS = [
     {"weights": "nvme", "optimizer": "host"},
     {"weights": "nvme", "optimizer": "nvme"},
     {"weights": "host", "optimizer": "nvme", "activations": "nvme"},
+    {"weights": "host", "optimizer": "nvme", "ranks": {"wire": "gloo"}},
 ]

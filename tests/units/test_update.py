@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import SwapIOError
+from infinity.sharded.shared_homes import Publication
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination
 from infinity.units.update import UnitUpdate, UpdateState
@@ -62,6 +63,17 @@ def test_a_milestone_is_reached_when_every_group_has_reached_it_well_or_not() ->
     assert not made.reached("written")
     made.wait("written")
     assert made.reached("written")
+
+
+def test_a_milestone_is_reached_when_the_publication_has_ended() -> None:
+    future = UpdateFuture()
+    made, publication = update(future), Publication(0, 1, {})
+    made.end_after(publication)
+    future.advance()
+    assert not made.reached("computed")
+    assert made.until("computed")[-1] is publication
+    publication.end()
+    assert made.reached("computed")
 
 
 def test_an_update_reads_its_slot_until_it_is_computed_and_writes_from_it_until_the_weights_are_there() -> None:

@@ -1,0 +1,113 @@
+"""Mutants of memory that ranks share: who waits for whom, and who frees it."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant
+
+_HOMES = "tests/sharded/test_shared_homes.py"
+_MAILBOXES = "tests/sharded/test_mailboxes.py"
+_MEMORY = "tests/ranks/test_shared_memory.py"
+_ALONE = "tests/runtime/test_rank_alone.py"
+_WRITES = "tests/runtime/test_rank_writes.py"
+_DEVICES = "tests/sim/test_ranks.py"
+
+OF_SHARING = [
+    Mutant(
+        "a fetch waits for the slices of all ranks",
+        "infinity/sharded/shared_slots.py",
+        "        if behind:\n",
+        "        if False:\n",
+        (_HOMES, "-k", "a_fetch_waits"),
+    ),
+    Mutant(
+        "a prefetch begins when all ranks have the version",
+        "infinity/sharded/shared_slots.py",
+        " and not self._shared.behind(unit.index, unit.version)",
+        "",
+        (_HOMES, "-k", "is_not_prefetched"),
+    ),
+    Mutant(
+        "a version is published when the update is computed",
+        "infinity/sharded/shared_homes.py",
+        "                each.written.wait()\n",
+        "                pass\n",
+        (_HOMES, "-k", "before_they_are_published"),
+    ),
+    Mutant(
+        "an update that failed publishes nothing",
+        "infinity/sharded/shared_homes.py",
+        "                    return False\n",
+        "                    return True\n",
+        (_HOMES, "-k", "before_they_are_published"),
+    ),
+    Mutant(
+        "new weights in a shadow are copied to the slice",
+        "infinity/sharded/shared_homes.py",
+        "            if each.memory is not None and each.moves:\n",
+        "            if False:\n",
+        (_HOMES, "-k", "before_they_are_published"),
+    ),
+    Mutant(
+        "an update ends after its publication",
+        "infinity/units/update.py",
+        "        return works if self.publication is None else [*works, self.publication]\n",
+        "        return works\n",
+        ("tests/units/test_update.py", "-k", "publication"),
+    ),
+    Mutant(
+        "the last rank that closes frees the memory",
+        "infinity/sharded/shared_homes.py",
+        " == self._cut.count - 1:\n",
+        " == 0:\n",
+        (_HOMES, "-k", "given_back_by_the_last"),
+    ),
+    Mutant(
+        "a piece is read when it is complete",
+        "infinity/sharded/mailboxes.py",
+        "            self._wait(self._ready(rank), check)\n",
+        "",
+        (_MAILBOXES, "-k", "same_exchange"),
+    ),
+    Mutant(
+        "a region is written again when all have read it",
+        "infinity/sharded/mailboxes.py",
+        "            self._wait(self._copied(rank), check)\n",
+        "            pass\n",
+        (_MAILBOXES, "-k", "same_exchange"),
+    ),
+    Mutant(
+        "gradients are complete before other ranks read them",
+        "infinity/sharded/outbox.py",
+        "                after=[*landed, partial(_zero_missing, box, shard, group_index)],\n",
+        "                after=[partial(_zero_missing, box, shard, group_index)],\n",
+        (_DEVICES,),
+    ),
+    Mutant(
+        "nobody writes weights while another rank compares them",
+        "infinity/access/gathering.py",
+        '    coordinator.world.tell("comparing weights", None)\n',
+        "",
+        (_WRITES,),
+    ),
+    Mutant(
+        "another user is not given the memory",
+        "infinity/ranks/shared_memory.py",
+        "                if _user_of(connected) == os.getuid():\n",
+        "                if True:\n",
+        (_MEMORY, "-k", "without_the_memory"),
+    ),
+    Mutant(
+        "the size of the memory is sealed",
+        "infinity/ranks/shared_memory.py",
+        "                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)\n",
+        "                pass\n",
+        (_MEMORY, "-k", "size_is_sealed"),
+    ),
+    Mutant(
+        "rank 0 saves without the others",
+        "infinity/sharded/sharing_world.py",
+        "                self.collectives.did(what)\n",
+        "                pass\n",
+        (_ALONE,),
+    ),
+]
