@@ -110,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder on the disk to measure; a folder in it is used and removed",
     )
     parser.add_argument(
-        "--stages", type=_numbers, default=NUMBERS, help="numbers from 0 to 8, such as 0,5 (default: all)"
+        "--stages", type=_numbers, default=NUMBERS, help="numbers from 0 to 9, such as 0,5 (default: all)"
     )
     parser.add_argument(
         "--budget", type=float, default=_BUDGET_S, help=f"seconds for all stages (default {_BUDGET_S:.0f})"

@@ -18,8 +18,9 @@ STAGES = (
     Stage(5, "host", 25, "gpu.stage_host", False, "Adam alone 80-200 GB/s, 3-7 Gparam/s; the disk", 10),
     Stage(6, "step", 60, "gpu.stage_step", True, "a step of 1.24 B parameters in each placement beside torch", 25),
     Stage(7, "commands", 80, "gpu.stage_commands", True, "every command ends well; a killed run is resumed", 30),
+    Stage(9, "ranks", 120, "gpu.stage_ranks", True, "two GPUs, two ranks: the bits of one process", 20),
     # The last stage uses the time that the other stages leave.
     Stage(8, "rows", 400, "gpu.stage_rows", True, "3.2 B and 8 B in RAM beside torch and FSDP2, and the bound", 30),
 )
 
-NUMBERS = tuple(stage.number for stage in STAGES)
+NUMBERS = tuple(sorted(stage.number for stage in STAGES))

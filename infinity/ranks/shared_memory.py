@@ -16,13 +16,13 @@ import threading
 from contextlib import suppress
 from typing import Any
 
+from infinity.base.memfd import make_memfd
 from infinity.errors import NotAvailableError
 from infinity.ranks.world import World
 from infinity.sizes import format_bytes
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _CONNECT_S = 10.0
-_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL, since Linux 6.3; some systems refuse a memfd without it
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -94,11 +94,8 @@ def open_shared_memory(world: World) -> tuple[SharedMemory | None, str]:
 
 def _make() -> int | str:
     """Return a new memfd, or the reason why there is none."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        with suppress(OSError):
-            return os.memfd_create("infinity", flags | _NOEXEC_SEAL)
-        return os.memfd_create("infinity", flags)
+        return make_memfd()
     except OSError as error:
         return f"memfd_create: {error.strerror}"
 

@@ -21,6 +21,8 @@ from infinity.tiers import activations
 from tests.ranks.workers import run
 
 WIDTH, DEPTH, TOKENS = 96, 3, 8
+DEVICE = "cpu"
+"""Device of the model and of its batches."""
 
 
 class Block(nn.Module):
@@ -90,17 +92,17 @@ class Blocks(nn.Module):
 
 def batch(step: int, index: int, dtype: torch.dtype) -> torch.Tensor:
     made = torch.Generator().manual_seed(1000 * step + index)
-    return torch.randn(TOKENS, WIDTH, generator=made).to(dtype)
+    return torch.randn(TOKENS, WIDTH, generator=made).to(dtype).to(DEVICE)
 
 
 def digest(parameter: torch.Tensor) -> str:
-    return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def offloaded(folder: str, config: dict[str, Any], dtype: torch.dtype = torch.float32, **model: Any) -> nn.Module:
     memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
     paths = {"nvme": {"paths": [folder]}} if "nvme" in config.values() else {}
-    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **paths, **config}, device="cpu")
+    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **paths, **config}, device=DEVICE)
 
 
 def train(

@@ -104,7 +104,12 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
         ProbeGroup.of("memory", {"RAM": lambda: memory.ram(config), "huge pages": memory.huge_pages}),
         ProbeGroup.of(
             "container",
-            {"container": machine.container, "/dev/shm": machine.shared, "I/O limit": machine.io_limit},
+            {
+                "container": machine.container,
+                "/dev/shm": machine.shared,
+                "memory of ranks": machine.shared_memory,
+                "I/O limit": machine.io_limit,
+            },
         ),
         with_torch(config),
         *disks,

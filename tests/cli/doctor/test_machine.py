@@ -74,6 +74,18 @@ def test_no_shared_memory_is_slower(root: Path) -> None:
     assert shared(root / "nothing", root).state == "slower"
 
 
+def test_ranks_without_a_memfd_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.shared_memory().state == "ok"
+
+    def denied(*_: object) -> int:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", denied)
+    found = machine.shared_memory()
+    assert found.state == "slower"
+    assert found.finding.startswith("memfd_create: Operation not permitted; ranks on the CPU send weights over sockets")
+
+
 def test_a_control_group_that_holds_disks_back_is_slower(root: Path) -> None:
     assert io_limit(root) == ProbeFinding("ok", "none")
     files = {"proc/self/cgroup": "0::/jobs/one", "sys/fs/cgroup/jobs/one/io.max": "259:0 rbps=1000 wbps=max"}
