@@ -44,7 +44,7 @@ HEAD = f"""\
 **Nothing here was measured.** These are the predictions of `infinity plan`, with rates from data sheets;
 `infinity plan --model PRESET --machine MACHINE --batch-size {SEQUENCES} --sequence-length {LENGTH}` prints the whole
 report of a cell of the first table, with every rate and its source; with `--set moments=int8`, or with
-`--lora 16 --frozen nf4` (and `--ranks 1` on several GPUs), it prints those of the other tables. The page
+`--lora 16 --frozen nf4`, it prints those of the other tables. The page
 [infinity plan](../plan.md) compares predictions with measurements.
 
 A cell has the time of one step of {SEQUENCES * LENGTH:,} tokens for each GPU, its bound, and the terabytes that 1,000
@@ -108,7 +108,6 @@ def of_config(preset: str, name: str, config: SwapConfig, batch: BatchShape) -> 
     ranks = machine.gpus
     if config.frozen != "auto":
         adapt(model, 16, experts=False)
-        ranks = 1  # several ranks do not support encoded weights yet
     return PlanScenario(
         model=model,
         config=on_machine(machine, config),
@@ -127,6 +126,8 @@ def cell(preset: str, name: str, form: dict[str, str], *, bound: bool = True) ->
         found = given.outcome()
     except PlanError as error:
         what = str(error)
+        if what.startswith("several ranks"):
+            return "does not fit (weights on NVMe)"
         if what.startswith("the swap file"):
             return "does not fit (drives)"
         return f"does not fit ({'memory.host' if what.startswith(('memory.host', 'the plan')) else 'memory.device'})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 
@@ -14,6 +15,8 @@ def make_memfd() -> int:
     Raises:
         OSError: the kernel or a seccomp filter refuses.
     """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this Python was built without memfd_create")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     with suppress(OSError):
         return os.memfd_create("infinity", flags | _NOEXEC_SEAL)

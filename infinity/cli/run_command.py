@@ -14,7 +14,15 @@ from types import TracebackType
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.cli.suggested_command import command
 from infinity.config import load_config
-from infinity.errors import ConfigError, InfinityError, ResumeError, StoreLockedError, StoreNotEmptyError, cause_of
+from infinity.errors import (
+    ConfigError,
+    InfinityError,
+    PeerError,
+    ResumeError,
+    StoreLockedError,
+    StoreNotEmptyError,
+    cause_of,
+)
 from infinity.integrations.deepspeed_errors import refuse_argument
 from infinity.quoting import one_line, with_ways
 
@@ -112,6 +120,9 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
     except Exception as error:
         if isinstance(error, _NEEDS_NO_TRACEBACK) and not os.environ.get("INFINITY_DEBUG"):
             return _refuse(error, who)
+        other = _of_another_rank(error)
+        if other is not None and not os.environ.get("INFINITY_DEBUG"):
+            return _refuse(other, who)
         _say_it_last(error, who)
         raise
     return 0
@@ -120,6 +131,13 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
 def _refuse(error: InfinityError, who: str) -> int:
     print(f"{who}error: {with_ways(error)}", file=sys.stderr)
     return 2
+
+
+def _of_another_rank(error: BaseException) -> PeerError | None:
+    """Return the error of another rank that ended this one; None if there is none. The traceback of this rank would
+    hide that of the other rank."""
+    cause, rank = cause_of(error), int(os.environ.get("RANK", "0"))
+    return cause if isinstance(cause, PeerError) and cause.ranks and rank not in cause.ranks else None
 
 
 def _say_it_last(error: BaseException, who: str) -> None:

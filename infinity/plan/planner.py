@@ -116,6 +116,15 @@ def make_plan(
     return plan
 
 
+def require_shared(plan: Plan) -> None:
+    """Check that ranks with devices share all weights. Raises PlanError if they do not."""
+    if plan.peers.cut.count > 1 and not plan.peers.shared and not plan.budgets.limits.in_place:
+        raise PlanError(
+            "several ranks on GPUs need all weights in RAM, which they share, and here some weights are on NVMe. Set "
+            "weights: host, raise memory.host, or use one process."
+        )
+
+
 def _fastest_plan(
     units: Sequence[Unit],
     terms: OffloadArguments,

@@ -123,8 +123,11 @@ class _MachineShare:
         else:
             busy["processor"] += cores(work.flops / machine.flops)
             busy["processor"] += cores(moved.decoded / 2 / machine.decode) if machine.decode else 0.0
-        if machine.between and not self._plan.peers.cut.whole:
-            busy["between"] = (moved.gathered + landings * moved.exchanged) / machine.between
+        between = moved.gathered + landings * moved.exchanged
+        if self._plan.peers.shared:  # gradients are read from one region of RAM and written to another
+            busy["memory"] = busy.get("memory", 0.0) + self._ranks * 2 * between / machine.dram
+        elif machine.between and not self._plan.peers.cut.whole:
+            busy["between"] = between / machine.between
         return busy
 
     def updates(self, moved: LinkBytes) -> dict[str, float]:

@@ -24,7 +24,7 @@ from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, PeerFacts, exchange_bytes, secondary_bytes
-from infinity.plan.planner import limits_of
+from infinity.plan.planner import limits_of, require_shared
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
@@ -281,6 +281,7 @@ class RankAgreement:
             The frequency of commits, and the facts for a plan that is the same in these respects on all ranks.
 
         Raises:
+            PlanError: the ranks have devices, and cannot share all weights.
             PeerError: another rank failed.
         """
         commits = mine.placement.commits
@@ -288,11 +289,7 @@ class RankAgreement:
             return commits, mine.peers
         told = self.world.tell("planning", [mine.peers.shared, commits.every, commits.reason, commits.at_most])
         shared = all(theirs for theirs, *_ in told)
-        if not shared and not mine.budgets.limits.in_place:
-            raise NotAvailableError(
-                "several ranks on GPUs need all weights in RAM, which they share, and here some weights are on NVMe. "
-                "Set weights: host, raise memory.host, or use one process."
-            )
+        require_shared(replace(mine, peers=replace(mine.peers, shared=shared)))
         return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, shared=shared)
 
 

@@ -43,6 +43,7 @@ from infinity.tiers.destination import Written
 from infinity.tiers.home import StateHome, WeightsHome
 
 _COUNTER_BYTES = 64
+_CLOSE_S = 5.0
 
 
 class Publication:
@@ -57,6 +58,7 @@ class Publication:
         self.unit, self.version = unit, version
         self._changed = changed
         self._ended = threading.Event()
+        self._error: BaseException | None = None
 
     def copy(self) -> bool:
         """Wait for the new weights, and copy those in shadows to this rank's slice.
@@ -74,7 +76,8 @@ class Publication:
                 torch.frombuffer(each.home.view(), dtype=torch.uint8).copy_(new)
         return True
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        self._error = error
         self._ended.set()
 
     def done(self) -> bool:
@@ -85,6 +88,8 @@ class Publication:
 
     def result(self) -> None:
         self.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class SharedHomes:
@@ -159,8 +164,9 @@ class SharedHomes:
             try:
                 if publication.copy():
                     self._counters.advance(self._at(self._cut.index, publication.unit), publication.version + 1)
-            finally:
                 publication.end()
+            except BaseException as error:
+                publication.end(error)
 
     def pin(self, accelerator: Accelerator) -> str:
         return self.arena.pin(accelerator)
@@ -168,7 +174,7 @@ class SharedHomes:
     def close(self) -> None:
         """End the thread, after all updates have ended. A second call does nothing."""
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_S)  # a disk that never answers keeps an update, and with it the thread
 
     def behind(self, unit: int, version: int) -> list[int]:
         """Return the ranks whose slices of a unit are older than a version."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from infinity.cli import run_command
 from infinity.cli.main import main
+from infinity.errors import PeerError
 from tests import processes
 
 Result = subprocess.CompletedProcess[str]
@@ -140,3 +142,15 @@ def test_a_wrong_command_line_is_one_line(arguments: list[str], capfd: pytest.Ca
     assert said.startswith("error: ")
     assert "\n" not in said
     assert ("infinity run swap.yaml train.py" in said) == ("swap.yaml" not in arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "shown"), [((1,), "0", False), ((1,), "1", True), ((0, 1), "0", True), ((), "0", True)]
+)
+def test_a_rank_that_another_rank_ended_shows_no_traceback_of_its_own(
+    ranks: tuple[int, ...], rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    raised = RuntimeError("the training loop ended")
+    raised.__cause__ = cause = PeerError("rank 1 failed: no memory", ranks)
+    assert run_command._of_another_rank(raised) is (None if shown else cause)

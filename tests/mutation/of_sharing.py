@@ -94,7 +94,7 @@ OF_SHARING = [
         "infinity/ranks/shared_memory.py",
         "                if _user_of(connected) == os.getuid():\n",
         "                if True:\n",
-        (_MEMORY, "-k", "without_the_memory"),
+        (_MEMORY, "-k", "is_passed_nothing"),
     ),
     Mutant(
         "the size of the memory is sealed",

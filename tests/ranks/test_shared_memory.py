@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,21 @@ def test_a_rank_without_the_memory_has_the_same_bits_over_gloo_and_one_line(what
     (line,) = first
     assert line.startswith(f"ranks.wire: gloo, as {told}")
     assert line.endswith("; results are the same")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_a_process_of_another_user_is_passed_nothing() -> None:
+    memory = os.memfd_create("test")
+    with shared_memory._Passing(memory) as passing:
+        for user, expected in ((0, 1), (65534, 0)):
+            child = os.fork()
+            if not child:
+                os.setuid(user)
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                    asking.connect(f"\0{passing.address}")
+                    os._exit(len(socket.recv_fds(asking, 1, 1)[1]))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == expected
+    os.close(memory)
 
 
 def test_a_wire_that_the_config_names_is_not_replaced() -> None:

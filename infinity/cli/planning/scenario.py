@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import DECODING_SCRATCH_BYTES, NO_PEERS, PeerFacts
-from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
+from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan, require_shared
 from infinity.plan.step_time import StepTimePrediction, predict
 from infinity.quoting import quoted
 from infinity.sizes import enough_bytes, format_bytes
@@ -191,7 +191,7 @@ class PlanScenario:
             shared = config.ranks.wire != "gloo"
             peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near, shared=shared)
         facts = StepFacts(batch or self._batch(config), self.machine, self.clips)
-        return make_plan(
+        plan = make_plan(
             found.units,
             OffloadArguments(
                 config,
@@ -205,6 +205,8 @@ class PlanScenario:
             peers=peers,
             disks=self.disks,
         )
+        require_shared(plan)
+        return plan
 
     def _plan_of(self, config: SwapConfig) -> Callable[[Any], Plan]:
         """Return a function that makes the plan of a model like this one."""
