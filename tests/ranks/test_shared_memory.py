@@ -20,7 +20,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.errors import InfinityError, NotAvailableError, PeerError
 from infinity.io.arena import PinnedArena
-from infinity.ranks import shared_memory
+from infinity.ranks import collectives, shared_memory
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.shared_memory import open_shared_memory
@@ -215,14 +215,16 @@ def freed() -> tuple[int, int]:
     return before, _resident(weights)
 
 
-def _resident(weights: SharedHomes) -> int:
+def _resident(weights: SharedHomes, what: str = "Rss:") -> int:
+    """Return the bytes of the shared memory that are resident in this process; with "Pss:", divided by the number of
+    processes that have them."""
     address = weights.arena.memory.address
     found, mine = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
         if "-" in first and not first.endswith(":"):
             mine = int(first.split("-")[0], 16) == address
-        elif mine and first == "Rss:":
+        elif mine and first == what:
             found = int(line.split()[1]) << 10
     return found
 
@@ -231,3 +233,38 @@ def test_the_memory_is_freed_when_all_ranks_have_closed_the_model() -> None:
     for before, after in run(3, freed):
         assert before > 1 << 16
         assert after == 0
+
+
+def without_sockets(wide: int) -> tuple[int, int, int, int]:
+    """Train without collectives of gloo for weights and gradients.
+
+    Return this rank's part of the resident shared memory, the bytes of all weights, the bytes of gradients under way,
+    and the bytes of the plan for slots.
+    """
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("weights or gradients go over sockets")
+
+    model = offloaded("", HOST, times=(wide, wide))
+    collectives.begin_gather = collectives.begin_all_to_all = refuse
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(batch(step, dist.get_rank(), torch.float32)).backward()
+        optim.step()
+        optim.zero_grad()
+    dist.barrier()
+    coordinator = registry.coordinator_of(model)
+    weights, arena = coordinator.resources.weights, coordinator.plan.layout.arena
+    assert isinstance(weights, SharedHomes)
+    part = _resident(weights, "Pss:")
+    dist.barrier()
+    every = sum(unit.full.home_bytes for unit in coordinator.units)
+    infinity.close(model)
+    return part, every, arena.shared_exchange, arena.transfers + arena.weights
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_all_ranks_together_have_one_copy_of_the_weights_and_nothing_of_it_crosses_sockets(count: int) -> None:
+    parts, every, exchange, private = zip(*run(count, without_sockets, 64), strict=True)
+    assert set(private) == {0}
+    assert every[0] <= sum(parts) <= 1.05 * every[0] + sum(exchange)
