@@ -57,6 +57,12 @@ class Arena:
     def huge_pages(self) -> bool: ...
     def touch(self, pool: ThreadPool) -> None:
         """Make all pages resident, using all threads. The content of the pages does not change."""
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Take memory for pages, without a change of their content. A kernel before 5.14 takes it at the first write.
+
+        Raises:
+            OSError: there is no memory. Without this call, the first write would end the process with SIGBUS.
+        """
     def give_back(self) -> None:
         """Return the pages to the system, for all processes that have mapped them. The content of the pages is lost,
         and they read as zeros afterwards."""

@@ -81,6 +81,18 @@ void Arena::give_back() {
   madvise(address_, (nbytes_ + kPageBytes - 1) / kPageBytes * kPageBytes, advice);
 }
 
+void Arena::populate(std::size_t offset, std::size_t nbytes) {
+  if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::out_of_range("pages outside the arena");
+  const std::size_t begin = offset / kPageBytes * kPageBytes;
+  while (nbytes != 0 && madvise(address_ + begin, offset + nbytes - begin, MADV_POPULATE_WRITE) != 0) {
+    if (errno == EINVAL) return;
+    if (errno == EINTR || errno == EAGAIN) continue;
+    // A file system that is full answers EFAULT.
+    throw std::system_error(errno == EFAULT ? ENOMEM : errno, std::generic_category(),
+                            "no memory for " + std::to_string(nbytes) + " shared bytes");
+  }
+}
+
 void Arena::touch(ThreadPool& pool) {
   pool.parallel_for((nbytes_ + kTouchedAtOnce - 1) / kTouchedAtOnce, [this](std::size_t index) {
     const std::size_t begin = index * kTouchedAtOnce;

@@ -30,6 +30,10 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Makes all pages resident, with all threads of the pool: a single thread reaches 4 GB/s.
   void touch(ThreadPool& pool);
+  // Takes memory for the pages of [offset, offset + nbytes), without a change of their content. Throws
+  // std::out_of_range, or std::system_error when there is no memory: a later write would end the process with SIGBUS.
+  // A kernel before 5.14 takes the memory at the first write.
+  void populate(std::size_t offset, std::size_t nbytes);
   // Returns the pages to the system. The content of the pages is lost, for all processes that have mapped them: they
   // read as zeros afterwards.
   void give_back();

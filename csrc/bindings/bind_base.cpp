@@ -174,6 +174,7 @@ void bind_base(py::module_& module) {
             arena.touch(threads);
           },
           py::arg("pool"))
+      .def("populate", &Arena::populate, py::arg("offset"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
       .def("give_back", &Arena::give_back, py::call_guard<py::gil_scoped_release>())
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"));
 

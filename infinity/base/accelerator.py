@@ -13,6 +13,7 @@ events allow. It checks that any two uses of the same bytes are ordered.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -352,9 +353,19 @@ def why_no_device() -> str:
     return ""
 
 
-def choice_of_rank(device: torch.device) -> str:
-    """Return the call that makes a rank's own device current, for messages."""
-    return f"torch.{device.type}.set_device(int(os.environ['LOCAL_RANK']))"
+def identity(device: torch.device) -> str:
+    """Return a text that no other device of this machine has. Instances of a device that is divided (MIG) have its
+    address on the bus, but ids of their own."""
+    facts = torch.get_device_module(device).get_device_properties(device)
+    return f"{device_runtime.pci_address(device.index or 0) or device} {getattr(facts, 'uuid', '')}"
+
+
+def choice_of_rank(device: torch.device, local_rank: int) -> str:
+    """Return, for messages, what gives a rank of this machine a device of its own."""
+    if torch.get_device_module(device).device_count() < 2:
+        return "Give each process another value of CUDA_VISIBLE_DEVICES"
+    rank = "int(os.environ['LOCAL_RANK'])" if "LOCAL_RANK" in os.environ else str(local_rank)
+    return f"Call torch.{device.type}.set_device({rank}) before the model is offloaded"
 
 
 def describe(device: torch.device) -> DeviceFacts:

@@ -21,6 +21,8 @@ from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 logger = logging.getLogger(__name__)
 
+REGISTRATION_BYTES = 64 << 30
+
 
 class Lease:
     """Borrowed piece of the arena, aligned to 4 KiB. Life cycle: ArenaRegion.lease() → release(), which is called only
@@ -191,7 +193,7 @@ class PinnedArena(ArenaRegion):
         super().__init__(native, 0, nbytes)
         self._touches = fd is None  # a page of shared memory belongs to the process that writes it first
         self._pinned = False
-        self._unpin: Callable[[], object] = lambda: None
+        self._unpin: list[Callable[[], object]] = []
 
     def give_all_back(self) -> None:
         """Return the memory to the system. Nothing may use the memory afterwards, even if references to it still
@@ -201,15 +203,18 @@ class PinnedArena(ArenaRegion):
 
     def unpin(self) -> None:
         """Undo `pin`. A second call does nothing."""
-        self._unpin()
+        while self._unpin:
+            self._unpin.pop()()
 
-    def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None) -> str:
+    def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None, ends: Sequence[int] = ()) -> str:
         """Pin the pages for copies to and from the device.
 
         Args:
             accelerator: the device that copies.
             pool: threads that make the pages resident before they are pinned; None: the device's runtime does this, in
                 one thread.
+            ends: offsets at which a registration may end. No copy crosses such an offset. Some drivers refuse a
+                registration of 512 GiB or more; memory is therefore registered in pieces of about 64 GiB.
 
         Returns:
             The reason why the runtime refused, or ''. After a refusal, copies are slower, but correct.
@@ -217,14 +222,29 @@ class PinnedArena(ArenaRegion):
         began = time.perf_counter()
         if self._touches and pool is not None and accelerator.pins_resident:
             self.memory.touch(pool)
-        refused = accelerator.pin(self.memory.address, self.nbytes)
-        if not refused:
-            self._pinned = True
-            unpin = in_this_process(partial(accelerator.unpin, self.memory.address))
-            self._unpin = weakref.finalize(self, unpin)
-            logger.info("pinned %s in %.2f s", format_bytes(self.nbytes), time.perf_counter() - began)
-        return refused
+        begin = 0
+        for end in _registrations(self.nbytes, ends):
+            address = self.memory.address + begin
+            refused = accelerator.pin(address, end - begin)
+            if refused:
+                self.unpin()
+                return refused
+            self._unpin.append(weakref.finalize(self, in_this_process(partial(accelerator.unpin, address))))
+            begin = end
+        self._pinned = True
+        logger.info("pinned %s in %.2f s", format_bytes(self.nbytes), time.perf_counter() - began)
+        return ""
 
     @property
     def pinned(self) -> bool:
         return self._pinned
+
+
+def _registrations(nbytes: int, ends: Sequence[int]) -> list[int]:
+    """Return the ends of the registrations of an arena. `ends` has the offsets at which one may end, ascending."""
+    found, begin = list[int](), 0
+    for end, after in itertools.pairwise([*ends, nbytes]):
+        if after - begin > REGISTRATION_BYTES and end > begin:
+            found.append(end)
+            begin = end
+    return [*found, nbytes]

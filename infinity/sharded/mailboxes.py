@@ -46,6 +46,14 @@ class Mailboxes:
         self._done = 0
         self.space: ArenaRegion = regions[rank].space()
 
+    def populate(self) -> None:
+        """Take memory for this rank's region.
+
+        Raises:
+            OSError: there is too little memory.
+        """
+        self._arena.memory.populate(self._begin, self._end - self._begin)
+
     def place(self, lease: Lease, begin: int) -> int:
         """Return the place in the shared memory of byte `begin` of a lease; -1 if the lease is elsewhere."""
         return lease.offset + begin if lease.is_in(self._arena.memory) else -1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infinity.base.accelerator import choice_of_rank, describe
+from infinity.base.accelerator import choice_of_rank, identity
 from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import atomic_file
@@ -178,7 +178,7 @@ class RankAgreement:
         units, cut = [unit.full for unit in plan.layout.units], self.peers.cut
         first = replace(cut, index=0)
         boxes = exchange_bytes([(unit, first.of(unit).local) for unit in units], cut.count)
-        weights = SharedHomes(self.memory, units, cut, boxes)
+        weights = SharedHomes(self.memory, units, cut, self.world, boxes)
         world = SharingWorld(self.world.collectives) if isinstance(self.world, MultiRankWorld) else self.world
         return RankResources(world, self.run, weights)
 
@@ -328,7 +328,7 @@ def _require_own_devices(world: World, ranks: Ranks, device: torch.device) -> No
     """Check that all ranks compute on devices of one type, and that no two ranks of a machine have the same device."""
     if ranks.world == 1:
         return
-    own = "" if device.type == "cpu" else describe(device).address or str(device)
+    own = "" if device.type == "cpu" else identity(device)
     told = world.tell("comparing the devices", [str(device), device.type, f"{ranks.node} {own}" if own else ""])
     for rank, (name, kind, place) in enumerate(told):
         if kind != told[0][1]:
@@ -338,9 +338,8 @@ def _require_own_devices(world: World, ranks: Ranks, device: torch.device) -> No
         first = next(other for other, (*_, its) in enumerate(told) if its == place)
         if place and first != rank:
             raise ConfigError(
-                f"ranks {first} and {rank} compute on the same device ({told[first][0]} and {name}). Call "
-                f"{choice_of_rank(device)} before the model is offloaded, or start no more ranks than the machine has "
-                "devices."
+                f"ranks {first} and {rank} compute on the same device ({told[first][0]} and {name}). "
+                f"{choice_of_rank(device, ranks.local_rank)}, or start no more ranks than the machine has devices."
             )
 
 

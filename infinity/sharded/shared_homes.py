@@ -31,12 +31,14 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator
+from infinity.errors import NotAvailableError
 from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.io.store import Extent
 from infinity.plan.layout import UnitLayout
 from infinity.ranks.shared_memory import SharedMemory
+from infinity.ranks.world import World
 from infinity.sharded.mailboxes import Mailboxes
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
 from infinity.tiers.destination import Written
@@ -99,6 +101,7 @@ class SharedHomes:
         memory: the memory, which this object closes.
         units: the complete units.
         cut: this rank's slice of every unit.
+        world: the ranks.
         exchange_bytes: bytes of each rank's gradients on their way to other ranks, the same on all ranks.
 
     Attributes:
@@ -107,11 +110,13 @@ class SharedHomes:
         complete: homes of the complete units, which slots are filled from.
 
     Raises:
-        InfinityError: the memory cannot be made.
+        NotAvailableError: there is too little memory. All ranks raise an error.
         PeerError: another rank failed.
     """
 
-    def __init__(self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition, exchange_bytes: int) -> None:
+    def __init__(
+        self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition, world: World, exchange_bytes: int
+    ) -> None:
         counters = round_up((cut.count * len(units) + 1) * _COUNTER_BYTES, PAGE_BYTES)
         of_mail = round_up(2 * cut.count * _COUNTER_BYTES, PAGE_BYTES)
         sizes = [round_up(unit.home_bytes, PAGE_BYTES) for unit in units]
@@ -122,6 +127,7 @@ class SharedHomes:
         finally:
             memory.close()
         self._cut = cut
+        self._world = world
         self._count = len(units)
         self._counters = _native.SharedCounters(self.arena.lease(counters, "the counters of the ranks").view())
         mail = _native.SharedCounters(self.arena.lease(of_mail, "the counters of the gradients").view())
@@ -131,6 +137,8 @@ class SharedHomes:
         self.complete = [_complete(unit, lease) for unit, lease in zip(units, leases, strict=True)]
         regions = [self.arena.lease(exchange_bytes, "gradients between ranks") for _ in range(cut.count)]
         self.mailboxes = Mailboxes(self.arena, mail, regions, cut.index)
+        self._ends = [lease.offset + lease.nbytes for lease in (*leases, *regions)]
+        world.each("taking the shared memory", self._populate)
         self._queue = queue.SimpleQueue[Publication | None]()
         self._thread = threading.Thread(target=self._run, name="infinity-publisher", daemon=True)
         self._thread.start()
@@ -141,7 +149,7 @@ class SharedHomes:
         shard = self._cut.of(layout.full)
         for index, (group, extent) in enumerate(zip(layout.local.groups, extents, strict=True)):
             begin, _ = shard.weight_range(index, self._cut.index)
-            start = begin + (layout.full.home_bytes - layout.full.encoded_bytes) * (group.codec is not None)
+            start = begin + _encoded_begin(layout.full) * (group.codec is not None)
             mine.append(StateHome(whole.lease, start, group.home_bytes, extent, dirty=True, beside=beside))
             beside += group.home_bytes
         return WeightsHome(tuple(mine), layout.local.home_bytes, layout.local, shared=True)
@@ -169,7 +177,42 @@ class SharedHomes:
                 publication.end(error)
 
     def pin(self, accelerator: Accelerator) -> str:
-        return self.arena.pin(accelerator)
+        """Pin the shared memory (PinnedArena.pin). All ranks call this.
+
+        The ranks pin one after the other, because two registrations of the same pages at the same time may fail. Each
+        rank has taken the memory of its own slices before, on its own NUMA node.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+        self.mailboxes.populate()
+        refused = ""
+        for turn in range(self._cut.count):
+            self._world.tell("pinning the shared memory", turn)
+            if turn == self._cut.index:
+                refused = self.arena.pin(accelerator, ends=self._ends)
+        return refused
+
+    def _populate(self) -> None:
+        """Take memory for this rank's slices, which it will fill.
+
+        Raises:
+            NotAvailableError: there is too little memory.
+        """
+        try:
+            for complete in self.complete:
+                if complete.unit is None or complete.lease is None:
+                    raise AssertionError("a home of no unit")
+                shard = self._cut.of(complete.unit)
+                for index, group in enumerate(complete.unit.groups):
+                    begin, end = shard.weight_range(index, self._cut.index)
+                    start = begin + _encoded_begin(complete.unit) * (group.codec is not None)
+                    self.arena.memory.populate(complete.lease.offset + start, end - begin)
+        except OSError as error:
+            raise NotAvailableError(
+                f"there is no memory for this rank's share of {format_bytes(self.arena.nbytes)} that the ranks share "
+                f"({error.strerror}). Lower memory.host, or set ranks.wire: gloo."
+            ) from error
 
     def close(self) -> None:
         """End the thread, after all updates have ended. A second call does nothing."""
@@ -196,6 +239,11 @@ class SharedHomes:
         self.arena.unpin()
         if self._counters.add(self._cut.count * self._count) == self._cut.count - 1:
             self.arena.give_all_back()
+
+
+def _encoded_begin(unit: Unit) -> int:
+    """Return the offset of the encoded groups in the home of a complete unit."""
+    return unit.home_bytes - unit.encoded_bytes
 
 
 def _complete(unit: Unit, lease: Lease) -> WeightsHome:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from infinity.errors import PlanError
+from infinity.io import arena as arena_module
 from infinity.io.arena import Lease, PinnedArena
+from infinity.sizes import PAGE_BYTES
 from tests.sampling import number
 
 PAGES = 64
@@ -122,14 +124,19 @@ def test_each_tensor_of_a_lease_has_a_storage_of_its_own() -> None:
 
 
 class Pins:
-    """An accelerator that notes what it unpins."""
+    """An accelerator that notes what it pins and unpins. Args: refuses_after: number of pieces that it pins."""
 
     pins_resident = False
 
-    def __init__(self) -> None:
+    def __init__(self, refuses_after: int = 1 << 30) -> None:
+        self.pinned: list[tuple[int, int]] = []
         self.unpinned: list[int] = []
+        self._refuses_after = refuses_after
 
     def pin(self, address: int, nbytes: int) -> str:
+        if len(self.pinned) == self._refuses_after:
+            return "no more"
+        self.pinned.append((address, nbytes))
         return ""
 
     def unpin(self, address: int) -> None:
@@ -148,3 +155,26 @@ def test_a_forked_child_leaves_the_pages_of_its_parent_pinned() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     del arena
     assert pins.unpinned == [address]
+
+
+def test_a_large_arena_is_pinned_in_pieces_that_end_where_no_copy_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "REGISTRATION_BYTES", 3 * PAGE_BYTES)
+    pins: Any = Pins()
+    arena = PinnedArena(9 * PAGE_BYTES)
+    arena.pin(pins, ends=[PAGE_BYTES, 2 * PAGE_BYTES, 4 * PAGE_BYTES, 8 * PAGE_BYTES])
+    first = arena.memory.address
+    pieces = [(at - first) // PAGE_BYTES for at, _ in pins.pinned]
+    assert pieces == [0, 2, 4, 8]
+    assert [nbytes // PAGE_BYTES for _, nbytes in pins.pinned] == [2, 2, 4, 1]
+    arena.unpin()
+    assert sorted(pins.unpinned) == [at for at, _ in pins.pinned]
+
+
+def test_after_a_refusal_no_piece_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "REGISTRATION_BYTES", PAGE_BYTES)
+    pins: Any = Pins(refuses_after=2)
+    arena = PinnedArena(4 * PAGE_BYTES)
+    assert arena.pin(pins, ends=[PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES]) == "no more"
+    assert not arena.pinned
+    assert sorted(pins.unpinned) == [at for at, _ in pins.pinned]
+    assert len(pins.pinned) == 2

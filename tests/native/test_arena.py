@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 import struct
 from pathlib import Path
 
@@ -122,3 +123,16 @@ def test_a_forked_child_drops_its_arena_without_touching_what_now_lies_there() -
         assert arena.view(0, 1)[0] == 7
         """
     )
+
+
+def test_memory_for_shared_pages_is_taken_before_it_is_used() -> None:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 8 * 4096)
+    arena = _native.Arena.shared(fd, 8 * 4096)
+    arena.view(0, 1)[:] = b"x"
+    arena.populate(4096, 2 * 4096)
+    assert os.fstat(fd).st_blocks * 512 == 3 * 4096
+    assert bytes(arena.view(0, 1)) == b"x"
+    with pytest.raises(IndexError, match="outside the arena"):
+        arena.populate(7 * 4096, 2 * 4096)
+    os.close(fd)

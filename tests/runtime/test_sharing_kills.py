@@ -1,4 +1,4 @@
-"""A rank that is killed while it shares memory: the others name it in time, and the run goes on from its last generation."""
+"""A rank that is killed while it shares memory: the others name it, and the run goes on from its last generation."""
 
 from __future__ import annotations
 

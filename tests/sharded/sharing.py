@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from infinity.ranks.world import SingleProcessWorld
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import RankPartition
@@ -38,7 +39,8 @@ def shared(count: int, units: list[Unit] | None = None) -> list[SharedHomes]:
     memory: Any = Memory(fd)
     units = units or [unit_of(0, (4,)), unit_of(1, (2, 3))]
     made = [
-        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), EXCHANGE_BYTES) for rank in range(count)
+        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), SingleProcessWorld(), EXCHANGE_BYTES)
+        for rank in range(count)
     ]
     os.close(fd)
     return made
