@@ -35,7 +35,8 @@ WeightCodec = str  # see _native_codec.pyi
 IOClassName = Literal["weights", "activations", "states", "writeback"]
 
 class Arena:
-    """One anonymous, 2 MiB-aligned mapping of exactly `nbytes` bytes; pages are touched on first use."""
+    """One mapping of exactly `nbytes` bytes: anonymous and 2 MiB-aligned, or shared by processes. Pages are touched on
+    first use."""
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, numa_node: int = -1) -> None: ...
     @staticmethod
@@ -84,7 +85,7 @@ class SharedCounters:
     def add(self, index: int) -> int:
         """Add 1, and return the value before. Any process may call this."""
     def wait(self, index: int, value: int, timeout_s: float) -> bool:
-        """Wait until a counter is at least `value`, and return whether it is."""
+        """Wait until a counter is at least `value`, modulo 2**32, and return whether it is."""
 
 class File:
     """Swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, and O_DIRECT if the file system supports it in 4 KiB blocks.

@@ -63,7 +63,7 @@ bool SharedCounters::wait(std::size_t index, std::uint32_t value, std::chrono::n
   const auto deadline = Clock::now() + timeout;
   for (;;) {
     const std::uint32_t seen = counter.load(std::memory_order_acquire);
-    if (seen >= value) return true;
+    if (static_cast<std::int32_t>(seen - value) >= 0) return true;  // a counter that counts exchanges wraps
     const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
     if (left <= std::chrono::nanoseconds(0)) return false;
     futex_wait(counter, seen, left);

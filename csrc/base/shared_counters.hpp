@@ -27,7 +27,8 @@ class SharedCounters {
   void advance(std::size_t index, std::uint32_t value);
   // Adds 1, and returns the value before.
   std::uint32_t add(std::size_t index);
-  // Waits until a counter is at least `value`. Returns whether it is, when this happens or the time is over.
+  // Waits until a counter is at least `value`, modulo 2^32: less than 2^31 behind or ahead of it. Returns whether it
+  // is, when this happens or the time is over.
   [[nodiscard]] bool wait(std::size_t index, std::uint32_t value, std::chrono::nanoseconds timeout) const;
 
  private:

@@ -28,7 +28,7 @@ from infinity.plan.fastest_plan import needs_rates
 from infinity.plan.local_rates import rates_for
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, PeerFacts
-from infinity.plan.planner import make_plan
+from infinity.plan.planner import make_plan, require_shared
 from infinity.ranks.paths import rank_path
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
 from infinity.sharded.rank_dependent_parts import open_maker
@@ -79,9 +79,12 @@ def open_coordinator(
         except DeviceRoomError as error:
             agreement.world.tell("planning", None)
             raise error.among(agreement.peers) from None
-        commits, peers = agreement.planned(plan)
+        commits, peers = agreement.planned(plan, terms.config)
         if commits != plan.placement.commits or peers.shared != plan.peers.shared:
             plan = plan_of(commits, peers)
+        if plan.peers.shared != peers.shared:
+            raise AssertionError("another frequency of commits has moved weights to NVMe")
+        require_shared(plan)
         return _open(model, found, terms, plan, agreement, fill), found
 
 

@@ -78,7 +78,7 @@ def save_adapters(model: Any, target: Path) -> None:
             if coordinator.world.leads:
                 _write(model, target, state)
 
-    coordinator.world.lead(f"saving adapters to {target}", write, lambda: None)
+    coordinator.world.lead(f"saving adapters to {target}", coordinator.steps, write, lambda: None)
 
 
 def _write(model: Any, target: Path, state: Tensors) -> None:

@@ -88,7 +88,7 @@ def save_parts(parts: ModelTensors, target: Path, max_shard_size: str) -> None:
                 if replaced := put(places[0], target, last=index_name("model")):
                     _remove_superseded(target, replaced)
 
-        coordinator.world.lead(f"saving to {target}", take_part, publish)
+        coordinator.world.lead(f"saving to {target}", coordinator.steps, take_part, publish)
 
 
 def write_weights(

@@ -118,9 +118,9 @@ def make_plan(
 
 def require_shared(plan: Plan) -> None:
     """Check that ranks with devices share all weights. Raises PlanError if they do not."""
-    if plan.peers.cut.count > 1 and not plan.peers.shared and not plan.budgets.limits.in_place:
+    if plan.budgets.limits.gathers and not plan.budgets.limits.in_place:
         raise PlanError(
-            "several ranks on GPUs need all weights in RAM, which they share, and here some weights are on NVMe. Set "
+            "several ranks on GPUs need all weights in RAM, which they share, and here they do not share them. Set "
             "weights: host, raise memory.host, or use one process."
         )
 

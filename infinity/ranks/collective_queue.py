@@ -54,6 +54,8 @@ _POLL_S = 0.25
 _CLOSE_S = 5.0
 _SILENT_SHARE = 0.25
 """Fraction of the deadline after which a rank that waits says so."""
+_OTHER_PATH_S = 2.0
+"""Seconds for which a rank waits for a work with the same path, before it takes one with another path for it."""
 _LAST_BYTES_S = 1.0  # seconds to wait for the last bytes of a rank that has closed
 _PLACE = re.compile(r"^\[\S+:\d+\] ")  # file and line in gloo's sources
 
@@ -218,18 +220,49 @@ class CollectiveQueue:
         """Do the work of all_gather_at, for a value that JSON can represent."""
         return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
 
-    def did(self, what: str) -> None:
-        """Tell the other ranks, outside of the queue, that this rank has ended a work."""
-        self._ranks.watch.did(what)
+    def tell_work(self, what: str, at: int, ended: tuple[str, str] | None = None) -> None:
+        """Tell the other ranks, outside of the queue, about a work of this rank.
 
-    def wait_done(self, what: str, number: int) -> None:
-        """Wait until a rank has ended a work `number` times (did), without a deadline.
+        Args:
+            what: description of the work.
+            at: number of steps so far.
+            ended: class and text of the error that ended the work, both "" if it succeeded; None: the work begins.
+        """
+        self._ranks.watch.tell("work", what=what, at=at, ended=ended)
+
+    def wait_for_work(self, what: str, at: int, number: int) -> tuple[str, str]:
+        """Wait for the end of a work of another rank, without a deadline.
+
+        Args:
+            what: description of the work.
+            at: number of steps so far.
+            number: number of such works for which this rank has waited, including this one.
+
+        Returns:
+            Class and text of the error that ended the work, both "" if it succeeded. If no rank begins such a work
+            within a short time, but one has ended a work whose description differs from its first "/" on, the error of
+            that work.
 
         Raises:
-            PeerError: a rank failed.
+            PeerError: a rank failed, or left without this work.
         """
-        while not self._ranks.watch.wait_done(what, number, _POLL_S):
+        began, head, told = time.monotonic(), what.partition("/")[0], False
+        while True:
+            known = self._ranks.watch.works(at, _POLL_S)
+            same = [entry["ended"] for entry in known if entry["what"] == what]
+            ends = [ended for ended in same if ended is not None]
+            alike = [entry["ended"] for entry in known if entry["what"].partition("/")[0] == head and entry["ended"]]
+            if len(ends) >= number:
+                return tuple(ends[number - 1])
+            waited = time.monotonic() - began
+            if len(same) < 2 * number - 1 and alike and waited > _OTHER_PATH_S:
+                return tuple(alike[-1])
             self.raise_if_broken()
+            if self._ranks.watch.left and waited > _LAST_BYTES_S:
+                raise self._inquire("connection", what, "but its connections are still open")
+            if not told and waited > self.deadline_s * _SILENT_SHARE:
+                told = True
+                logger.warning("rank %d has waited %.0f s for the end of %s on rank 0", self.rank, waited, what)
 
     def say(self, number: int) -> None:
         """Set the number that is sent to the other ranks with the header of each later operation."""

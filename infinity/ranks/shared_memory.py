@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from infinity.base.memfd import make_memfd
@@ -77,19 +77,25 @@ def open_shared_memory(world: World) -> tuple[SharedMemory | None, str]:
     Raises:
         PeerError: another rank failed.
     """
-    made = _make() if world.leads else None
-    with _Passing(made if isinstance(made, int) else None) as passing:
+    with ExitStack() as opened:
+        made = _make() if world.leads else None
+        if isinstance(made, int):
+            memory = opened.enter_context(closing(SharedMemory(made, world)))
+        passing = opened.enter_context(_Passing(made if isinstance(made, int) else None))
         address = world.tell("sharing memory", passing.address if made is None or isinstance(made, int) else [made])[0]
         if isinstance(address, list):
             return None, f"rank 0 could not make shared memory ({address[0]})"
-        fd: int | str = made if isinstance(made, int) else _receive(address)
-        told = world.tell("opening the shared memory", fd if isinstance(fd, str) else "")
-    refused = next((rank for rank, reason in enumerate(told) if reason), None)
-    if refused is None and isinstance(fd, int):
-        return SharedMemory(fd, world), ""
-    if isinstance(fd, int):
-        os.close(fd)
-    return None, f"rank {refused} could not be given the shared memory ({told[refused or 0]})"
+        if made is None:
+            received = _receive(address)
+            if isinstance(received, int):
+                memory = opened.enter_context(closing(SharedMemory(received, world)))
+        else:
+            received = made
+        told = world.tell("opening the shared memory", received if isinstance(received, str) else "")
+        refused = next((rank for rank, reason in enumerate(told) if reason), None)
+        if refused is not None:
+            return None, f"rank {refused} could not be given the shared memory ({told[refused]})"
+        return SharedMemory(os.dup(memory.fileno()), world), ""
 
 
 def _make() -> int | str:
@@ -147,14 +153,13 @@ def _receive(address: str) -> int | str:
             asking.connect(f"\0{address}")
             if _user_of(asking) != os.getuid():
                 return "rank 0 belongs to another user"
-            _, files, _, _ = socket.recv_fds(asking, 1, 1)
+            _, files, _, _ = socket.recv_fds(asking, 1, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionRefusedError:
         return "it cannot reach rank 0: another network namespace, as in another container"
     except OSError as error:
         return str(error.strerror or error)
     if not files:
         return "rank 0 belongs to another user, or it may not pass files"
-    os.set_inheritable(files[0], False)
     return files[0]
 
 

@@ -14,7 +14,7 @@ the watch for a limited time. If the watch does not answer, these threads conclu
 | call    | the rank met a problem that it cannot explain (a closed connection, a deadline): all ranks answer         |
 | alive   | the answer: the rank's position in the order of its operations                                            |
 | verdict | the conclusion that the calling rank drew from the answers. All ranks take over the first verdict         |
-| did     | the rank has ended a work for which other ranks may wait                                                   |
+| work    | the rank has begun or ended a work for which other ranks may wait                                         |
 | heard   | the rank knows the failure that ends the run. The rank that hosts the store waits for this entry of all   |
 
 A killed process writes no entry. Ranks on the same machine notice the end of the process by its process descriptor.
@@ -31,7 +31,6 @@ import os
 import select
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -80,7 +79,7 @@ class PeerWatch:
         self._position: tuple[int, int, str] = (0, -1, "offload")
         self._here: dict[int, dict[int, tuple[str, str]]] = {}  # by count, then by rank: name and payload
         self._alive: dict[int, tuple[int, int, str]] = {}
-        self._done: Counter[str] = Counter()
+        self._works: list[Entry] = []
         self._left: set[int] = set()
         self._heard: set[int] = set()
         self._verdict: PeerError | None = None
@@ -126,14 +125,11 @@ class PeerWatch:
         self._wait_for(lambda: not self._outbox, _STORE_S)
         self._stay_until_heard()
 
-    def did(self, what: str) -> None:
-        """Tell the other ranks that this rank has ended a work."""
-        self.tell("did", text=what)
-
-    def wait_done(self, what: str, number: int, within_s: float) -> bool:
-        """Wait until a rank has ended a work `number` times, and return whether it has. A verdict ends the wait."""
-        self._wait_for(lambda: self._done[what] >= number, within_s)
-        return self._done[what] >= number
+    def works(self, at: int, within_s: float) -> list[Entry]:
+        """Return the entries about works at a step, after a wait: until there is another entry, or the time is over."""
+        known = len(self._works)
+        self._wait_for(lambda: len(self._works) > known, within_s)
+        return [entry for entry in self._works if entry["at"] == at]
 
     def look_at(self, pids: Mapping[int, int]) -> None:
         """Start to watch for the end of processes on this machine. `pids` has the process ids by rank."""
@@ -355,8 +351,8 @@ class PeerWatch:
                 self._alive[rank] = entry["index"], entry["phase"], entry["text"]
             elif kind == "heard":
                 self._heard.add(rank)
-            elif kind == "did":
-                self._done[entry["text"]] += 1
+            elif kind == "work":
+                self._works.append(entry)
         if kind == "call":
             index, phase, what = self._position
             self.tell("alive", index=index, phase=phase, text=what)

@@ -15,8 +15,15 @@ from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, P
 from infinity.ranks.collective_queue import CollectiveQueue
 
 _SIGN_OF_LIFE_S = 10.0
-_SAME_CLASS = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
+_SAME_CLASS: dict[str, type[InfinityError]] = {
+    each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)
+}
 """Errors that World.each raises with the same class on every rank, by the name of the class."""
+
+
+def same_class(name: str) -> type[InfinityError]:
+    """Return the class of the error that a rank raises after an error with this class's name on another rank."""
+    return _SAME_CLASS.get(name, InfinityError)
 
 
 class World(ABC):
@@ -72,12 +79,13 @@ class World(ABC):
         """Do the work of once(), for a function that may take longer than the ranks' deadline."""
 
     @abstractmethod
-    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+    def lead(self, what: str, at: int, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
         """Do work of rank 0 that reads weights. The other ranks wait for rank 0.
 
         Args:
-            what: description of the work, the same on all ranks.
-            prepare: function that reads weights. If fetches are collectives, all ranks call it.
+            what: description of the work. It must be the same on all ranks, except for a path at its end.
+            at: number of steps so far, the same on all ranks.
+            prepare: function that reads weights. If fetches are collectives, all ranks call it; otherwise rank 0 does.
             finish: function that only rank 0 calls afterwards. It may take longer than the ranks' deadline.
 
         Raises:
@@ -112,7 +120,7 @@ class SingleProcessWorld(World):
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
         act()
 
-    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+    def lead(self, what: str, at: int, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
         prepare()
         finish()
 
@@ -151,7 +159,7 @@ class MultiRankWorld(World):
             raise failed
         for rank, (kind, problem, _) in enumerate(told):
             if kind != "NoneType":
-                raise _SAME_CLASS.get(kind, InfinityError)(f"rank {rank}: {problem}")
+                raise same_class(kind)(f"rank {rank}: {problem}")
         return [found for *_, found in told]
 
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
@@ -165,7 +173,7 @@ class MultiRankWorld(World):
                 pass
             self.each(what, lambda: None if doing is None else doing.result())
 
-    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+    def lead(self, what: str, at: int, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
         self.each(what, prepare)
         self.once_slow(f"the end of {what}", finish)
 

@@ -28,8 +28,8 @@ class Mailboxes:
     Args:
         arena: the shared memory.
         counters: two counters for each rank.
+        regions: the region of each rank.
         rank: number of this rank.
-        count: number of ranks.
 
     Attributes:
         space: this rank's region.
@@ -60,7 +60,7 @@ class Mailboxes:
 
     def exchange(self, places: Sequence[int], pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
         """Receive pieces from other ranks, and wait until all ranks have received theirs (SharedExchange)."""
-        self._done += 1
+        self._done = (self._done + 1) % 2**32
         self._counters.advance(self._ready(self._rank), self._done)
         for step in range(self._count):
             rank = (self._rank + step) % self._count  # so that not all ranks read the same memory at the same time

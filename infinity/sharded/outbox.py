@@ -126,7 +126,7 @@ class GradientOutbox:
             landing.require_landed()
         flat = _flat(box.lease, self._shards[index], place.group_index)[spec.offset : spec.offset + spec.numel]
         values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-        values = values.reshape(-1).to(group.dtype)
+        values = values.reshape(-1).to("cpu", group.dtype)
         if spec.name in box.names:
             flat.add_(values)
             return

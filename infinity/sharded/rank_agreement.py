@@ -17,14 +17,14 @@ import torch
 
 from infinity.base.accelerator import choice_of_rank, identity
 from infinity.config import NvmeConfig, SwapConfig
-from infinity.errors import ConfigError, DeviceRoomError, NotAvailableError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, NotAvailableError, PlanError, ResumeError
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, PeerFacts, exchange_bytes, secondary_bytes
-from infinity.plan.planner import limits_of, require_shared
+from infinity.plan.planner import limits_of
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
@@ -274,22 +274,30 @@ class RankAgreement:
         cut = self.peers.cut
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
-    def planned(self, mine: Plan) -> tuple[CommitFrequency, PeerFacts]:
+    def planned(self, mine: Plan, config: SwapConfig) -> tuple[CommitFrequency, PeerFacts]:
         """Agree on the steps that all ranks commit, and on whether they share all weights. All ranks must call this.
+
+        Args:
+            mine: the plan of this rank.
+            config: the swap config.
 
         Returns:
             The frequency of commits, and the facts for a plan that is the same in these respects on all ranks.
 
         Raises:
-            PlanError: the ranks have devices, and cannot share all weights.
+            PlanError: ranks.wire: host, and the ranks cannot share all weights; or a rank has no room for a unit in
+                memory.device.
             PeerError: another rank failed.
         """
         commits = mine.placement.commits
         if not self.peers.sharded:
             return commits, mine.peers
         told = self.world.tell("planning", [mine.peers.shared, commits.every, commits.reason, commits.at_most])
+        if None in told:
+            raise PlanError(f"rank {told.index(None)} has too little memory.device for a unit; its message says more")
         shared = all(theirs for theirs, *_ in told)
-        require_shared(replace(mine, peers=replace(mine.peers, shared=shared)))
+        if config.ranks.wire == "host" and not shared:
+            raise PlanError("ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto")
         return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, shared=shared)
 
 
@@ -316,7 +324,7 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     peers = PeerFacts(RankPartition(ranks.world, ranks.rank), ranks.local_world, near=near)
     agreement = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
     with agreement.telling():
-        _require_own_devices(world, ranks, device)
+        _require_alike(world, ranks, device, config.ranks.wire)
         memory, refused = _shared_memory(world, ranks, config)
         if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
             wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
@@ -324,21 +332,26 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
         return replace(agreement, peers=replace(peers, shared=memory is not None), memory=memory)
 
 
-def _require_own_devices(world: World, ranks: Ranks, device: torch.device) -> None:
-    """Check that all ranks compute on devices of one type, and that no two ranks of a machine have the same device."""
+def _require_alike(world: World, ranks: Ranks, device: torch.device, wire: str) -> None:
+    """Check that all ranks have the same wire and devices of one type, and that each has a device of its own."""
     if ranks.world == 1:
         return
     own = "" if device.type == "cpu" else identity(device)
-    told = world.tell("comparing the devices", [str(device), device.type, f"{ranks.node} {own}" if own else ""])
-    for rank, (name, kind, place) in enumerate(told):
-        if kind != told[0][1]:
+    mine = [wire, str(device), device.type, f"{ranks.node} {own}" if own else ""]
+    told = world.tell("comparing the devices", mine)
+    for rank, (theirs, name, kind, place) in enumerate(told):
+        if theirs != told[0][0]:
             raise ConfigError(
-                f"rank 0 computes on {told[0][0]}, but rank {rank} on {name}: all ranks need GPUs, or none"
+                f"rank {rank} has ranks.wire: {theirs}, and rank 0 has {told[0][0]}: give all ranks the same config"
+            )
+        if kind != told[0][2]:
+            raise ConfigError(
+                f"rank 0 computes on {told[0][1]}, but rank {rank} on {name}: all ranks need GPUs, or none"
             )
         first = next(other for other, (*_, its) in enumerate(told) if its == place)
         if place and first != rank:
             raise ConfigError(
-                f"ranks {first} and {rank} compute on the same device ({told[first][0]} and {name}). "
+                f"ranks {first} and {rank} compute on the same device ({told[first][1]} and {name}). "
                 f"{choice_of_rank(device, ranks.local_rank)}, or start no more ranks than the machine has devices."
             )
 

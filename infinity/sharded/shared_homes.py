@@ -1,9 +1,10 @@
 """Homes of weights in RAM that all ranks of a machine share: one copy of all weights. Each rank owns its slices of it.
 
 [Note: who may write]
-Only a rank's own updates write to its slices. For each unit, each rank publishes the version of its slice in a counter.
-A fetch waits until the counters of all ranks have the unit's version. So a fetch is no collective, and a rank can fetch
-alone.
+Only a rank's own updates, and the functions that fill the model, write to its slices. (infinity.gathered with
+write=True writes the same new values on all ranks.) For each unit, each rank publishes the version of its slice in a
+counter. A fetch waits until the counters of all ranks have the unit's version. So a fetch is no collective, and a rank
+can fetch alone.
 
 A rank writes the new weights of a step after the ranks have agreed on the step. Before that, each rank has ended its
 backward, its fetches and its uploads. So nobody reads weights that are being written, and one copy is enough. A
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,21 +63,18 @@ class Publication:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def copy(self) -> bool:
+    def copy(self) -> None:
         """Wait for the new weights, and copy those in shadows to this rank's slice.
 
-        Returns:
-            Whether the new weights are complete. If not, the update has failed and raises its error.
+        Raises:
+            SwapIOError: the update has failed.
         """
         for each in self._changed.values():
             if each.written is not None:
-                each.written.wait()
-                if each.written.future.failure() is not None:
-                    return False
+                each.written.result()
             if each.memory is not None and each.moves:
                 new = torch.frombuffer(each.home.view_in(each.memory), dtype=torch.uint8)
                 torch.frombuffer(each.home.view(), dtype=torch.uint8).copy_(new)
-        return True
 
     def end(self, error: BaseException | None = None) -> None:
         self._error = error
@@ -138,10 +136,9 @@ class SharedHomes:
         regions = [self.arena.lease(exchange_bytes, "gradients between ranks") for _ in range(cut.count)]
         self.mailboxes = Mailboxes(self.arena, mail, regions, cut.index)
         self._ends = [lease.offset + lease.nbytes for lease in (*leases, *regions)]
-        world.each("taking the shared memory", self._populate)
+        world.each("taking the shared memory", lambda: self._take(self._populate))
         self._queue = queue.SimpleQueue[Publication | None]()
-        self._thread = threading.Thread(target=self._run, name="infinity-publisher", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def open(self, layout: UnitLayout, extents: Sequence[Extent | None], resting: ArenaRegion) -> WeightsHome:
         """Return the home of this rank's slices of a unit, which take no memory of `resting`."""
@@ -163,6 +160,9 @@ class SharedHomes:
             version: the version.
             changed: destinations of new weights that are not complete yet, or that are in a shadow, by group.
         """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infinity-publisher", daemon=True)
+            self._thread.start()
         publication = Publication(unit, version, changed)
         self._queue.put(publication)
         return publication
@@ -170,10 +170,11 @@ class SharedHomes:
     def _run(self) -> None:
         while (publication := self._queue.get()) is not None:
             try:
-                if publication.copy():
-                    self._counters.advance(self._at(self._cut.index, publication.unit), publication.version + 1)
+                publication.copy()
+                self._counters.advance(self._at(self._cut.index, publication.unit), publication.version + 1)
                 publication.end()
             except BaseException as error:
+                self._world.fail(error)  # the other ranks wait for these weights
                 publication.end(error)
 
     def pin(self, accelerator: Accelerator) -> str:
@@ -185,7 +186,7 @@ class SharedHomes:
         Raises:
             PeerError: another rank failed.
         """
-        self.mailboxes.populate()
+        self._world.each("taking memory for gradients", lambda: self._take(self.mailboxes.populate))
         refused = ""
         for turn in range(self._cut.count):
             self._world.tell("pinning the shared memory", turn)
@@ -194,20 +195,24 @@ class SharedHomes:
         return refused
 
     def _populate(self) -> None:
-        """Take memory for this rank's slices, which it will fill.
+        """Take memory for this rank's slices, which it will fill. Raises OSError."""
+        for complete in self.complete:
+            if complete.unit is None or complete.lease is None:
+                raise AssertionError("a home of no unit")
+            shard = self._cut.of(complete.unit)
+            for index, group in enumerate(complete.unit.groups):
+                begin, end = shard.weight_range(index, self._cut.index)
+                start = begin + _encoded_begin(complete.unit) * (group.codec is not None)
+                self.arena.memory.populate(complete.lease.offset + start, end - begin)
+
+    def _take(self, populate: Callable[[], None]) -> None:
+        """Take memory for pages.
 
         Raises:
             NotAvailableError: there is too little memory.
         """
         try:
-            for complete in self.complete:
-                if complete.unit is None or complete.lease is None:
-                    raise AssertionError("a home of no unit")
-                shard = self._cut.of(complete.unit)
-                for index, group in enumerate(complete.unit.groups):
-                    begin, end = shard.weight_range(index, self._cut.index)
-                    start = begin + _encoded_begin(complete.unit) * (group.codec is not None)
-                    self.arena.memory.populate(complete.lease.offset + start, end - begin)
+            populate()
         except OSError as error:
             raise NotAvailableError(
                 f"there is no memory for this rank's share of {format_bytes(self.arena.nbytes)} that the ranks share "
@@ -216,8 +221,9 @@ class SharedHomes:
 
     def close(self) -> None:
         """End the thread, after all updates have ended. A second call does nothing."""
-        self._queue.put(None)
-        self._thread.join(_CLOSE_S)  # a disk that never answers keeps an update, and with it the thread
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_CLOSE_S)  # a disk that never answers keeps an update, and with it the thread
 
     def behind(self, unit: int, version: int) -> list[int]:
         """Return the ranks whose slices of a unit are older than a version."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from infinity.ranks.collective_queue import CollectiveQueue
-from infinity.ranks.world import MultiRankWorld
+from infinity.ranks.world import MultiRankWorld, same_class
 
 
 class SharingWorld(MultiRankWorld):
@@ -17,23 +17,33 @@ class SharingWorld(MultiRankWorld):
 
     def __init__(self, collectives: CollectiveQueue) -> None:
         super().__init__(collectives)
-        self._led: Counter[str] = Counter()
+        self._called: Counter[tuple[str, int]] = Counter()
 
-    def lead(self, what: str, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
+    def lead(self, what: str, at: int, prepare: Callable[[], None], finish: Callable[[], None]) -> None:
         """Do the work of rank 0. Rank 0 may call this alone.
 
-        If another rank calls this for the n-th time with the same `what`, it waits until rank 0 has ended its n-th such
-        call. So if all ranks call this, they wait for rank 0. If rank 0 calls this alone, no rank waits.
+        Another rank that calls this waits for the call of rank 0 with the same `what` and `at`, and raises its error.
+        `what` may differ between ranks from its first "/" on. In that case the rank waits for any call of rank 0 with
+        the same beginning and the same `at`.
+
+        Raises:
+            InfinityError: rank 0 failed. The error has the class that World.each gives it.
+            PeerError: a rank failed, or rank 0 has left and has not called this.
         """
-        if self.leads:
-            try:
-                prepare()
-                finish()
-            finally:
-                self.collectives.did(what)
+        if not self.leads:
+            self._called[what, at] += 1
+            kind, text = self.collectives.wait_for_work(what, at, self._called[what, at])
+            if kind:
+                raise same_class(kind)(f"rank 0: {text}")
             return
-        self._led[what] += 1
-        self.collectives.wait_done(what, self._led[what])
+        self.collectives.tell_work(what, at)
+        try:
+            prepare()
+            finish()
+        except BaseException as error:
+            self.collectives.tell_work(what, at, ended=(type(error).__name__, str(error)))
+            raise
+        self.collectives.tell_work(what, at, ended=("", ""))
 
     def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         return

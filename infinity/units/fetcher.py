@@ -410,8 +410,11 @@ class Fetcher:
             everywhere: units with an update on any rank.
         """
         indices = {unit.index for unit in everywhere}
-        for unit in begun if self._rules.keeps_slots else [unit for unit in self.order() if unit.index in indices]:
-            self.update_decided(unit)
+        changed = begun if self._rules.keeps_slots else [unit for unit in self.order() if unit.index in indices]
+        for unit in changed:  # all versions change, even if a slot cannot be given up
+            self._count_update(unit)
+        for unit in changed:
+            self._adapt_slot(unit)
 
     def weights_changed(self, unit: OffloadedUnit) -> None:
         """Count a change of the weights at home, other than by an update."""
@@ -419,11 +422,12 @@ class Fetcher:
         self._slots.changed(unit.homes.weights, unit.weights.version, {})
 
     def update_decided(self, unit: OffloadedUnit) -> None:
-        """Adapt the slot of a unit to its decided update.
+        """Adapt a unit to its decided update."""
+        self._count_update(unit)
+        self._adapt_slot(unit)
 
-        The slot has the old weights, which are no longer valid. The slot is therefore kept only if the update uses the
-        slot.
-        """
+    def _count_update(self, unit: OffloadedUnit) -> None:
+        """Count the new version of a unit's weights, and say where it will be."""
         unit.weights.bump()
         update = unit.decided
         if not self._rules.keeps_slots:
@@ -431,6 +435,14 @@ class Fetcher:
             publication = self._slots.changed(unit.homes.weights, unit.weights.version, new)
             if update is not None:
                 update.end_after(publication)
+
+    def _adapt_slot(self, unit: OffloadedUnit) -> None:
+        """Adapt the slot of a unit to its decided update.
+
+        The slot has the old weights, which are no longer valid. The slot is therefore kept only if the update uses the
+        slot.
+        """
+        update = unit.decided
         if unit.weights.residency is Residency.UPDATING:  # the unit was not used since its last update, which is done
             unit.weights.updated()
         slot = unit.weights.slot

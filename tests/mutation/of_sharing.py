@@ -7,6 +7,7 @@ from tests.mutation.mutant import Mutant
 _HOMES = "tests/sharded/test_shared_homes.py"
 _MAILBOXES = "tests/sharded/test_mailboxes.py"
 _MEMORY = "tests/ranks/test_shared_memory.py"
+_WORLD = "tests/sharded/test_sharing_world.py"
 _ALONE = "tests/runtime/test_rank_alone.py"
 _WRITES = "tests/runtime/test_rank_writes.py"
 _DEVICES = "tests/sim/test_ranks.py"
@@ -29,15 +30,15 @@ OF_SHARING = [
     Mutant(
         "a version is published when the update is computed",
         "infinity/sharded/shared_homes.py",
-        "                each.written.wait()\n",
+        "                each.written.result()\n",
         "                pass\n",
         (_HOMES, "-k", "before_they_are_published"),
     ),
     Mutant(
-        "an update that failed publishes nothing",
+        "a rank whose update failed tells the others, which wait for its weights",
         "infinity/sharded/shared_homes.py",
-        "                    return False\n",
-        "                    return True\n",
+        "                self._world.fail(error)  #",
+        "                pass  #",
         (_HOMES, "-k", "before_they_are_published"),
     ),
     Mutant(
@@ -104,10 +105,24 @@ OF_SHARING = [
         (_MEMORY, "-k", "size_is_sealed"),
     ),
     Mutant(
-        "rank 0 saves without the others",
+        "rank 0 does its work without the others",
         "infinity/sharded/sharing_world.py",
-        "                self.collectives.did(what)\n",
-        "                pass\n",
+        "        if not self.leads:\n",
+        '        self.tell(what.partition("/")[0], None)\n        if not self.leads:\n',
         (_ALONE,),
+    ),
+    Mutant(
+        "another rank waits for the work of rank 0",
+        "infinity/ranks/collective_queue.py",
+        "            if len(ends) >= number:\n",
+        "            if len(same) >= number:\n                return '', ''\n            if len(ends) >= number:\n",
+        (_WORLD, "-k", "waits_for_the_work"),
+    ),
+    Mutant(
+        "the error of rank 0 is the error of all",
+        "infinity/sharded/sharing_world.py",
+        "            if kind:\n",
+        "            if False:\n",
+        (_WORLD, "-k", "error_of_all"),
     ),
 ]

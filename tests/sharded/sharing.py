@@ -33,13 +33,23 @@ class Memory:
         return
 
 
+class World(SingleProcessWorld):
+    """World of one rank. Attributes: failures: texts of the failures that the rank has told."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def fail(self, error: BaseException) -> None:
+        self.failures.append(str(error))
+
+
 def shared(count: int, units: list[Unit] | None = None) -> list[SharedHomes]:
     """Return the shared homes of each rank."""
     fd = os.memfd_create("test", os.MFD_CLOEXEC)
     memory: Any = Memory(fd)
     units = units or [unit_of(0, (4,)), unit_of(1, (2, 3))]
     made = [
-        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), SingleProcessWorld(), EXCHANGE_BYTES)
+        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), World(), EXCHANGE_BYTES)
         for rank in range(count)
     ]
     os.close(fd)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import PeerError
+from infinity.errors import InfinityError, PeerError
 from infinity.io.arena import PinnedArena
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sharded.shared_slots import SharedFetchRules, SharedSlotPool
@@ -133,11 +133,12 @@ class Work:
     """An update in progress. Attributes: error: its failure."""
 
     def __init__(self) -> None:
-        self.ended, self.error = threading.Event(), None
-        self.future = SimpleNamespace(failure=lambda: self.error)
+        self.ended, self.error = threading.Event(), ""
 
-    def wait(self) -> None:
+    def result(self) -> None:
         self.ended.wait()
+        if self.error:
+            raise InfinityError(self.error)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -155,9 +156,13 @@ def test_new_weights_of_a_shadow_are_copied_before_they_are_published(ranks: lis
     time.sleep(0.1)
     assert not publication.done()
     assert 1 in ranks[0].behind(1, 4)
-    work.error = "no" if fails else None
+    work.error = "no" if fails else ""
     work.ended.set()
     publication.wait()
+    if fails:
+        with pytest.raises(InfinityError, match="no"):
+            publication.result()
+    assert ranks[1]._world.failures == ["no"] * fails  # type: ignore[attr-defined]
     assert (1 in ranks[0].behind(1, 4)) == fails
     expected = 3 if fails else 7
     assert {value for group in home.groups for value in torch.frombuffer(group.view(), dtype=torch.uint8).tolist()} == {
