@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _CLOSE_S = 5.0
+_ASKED_SHARE = 0.6
+"""Fraction of the deadline after which a rank that waits asks the others how far they are. If one of them has gone on
+when the deadline passes, because it uses the model alone, the rank waits for another deadline."""
 _SILENT_SHARE = 0.25
 """Fraction of the deadline after which a rank that waits says so."""
 _OTHER_PATH_S = 2.0
@@ -219,6 +222,11 @@ class CollectiveQueue:
     def tell(self, name: str, told: Any) -> list[Any]:
         """Do the work of all_gather_at, for a value that JSON can represent."""
         return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
+
+    def act(self) -> None:
+        """Count an act of this rank that needs no other rank. While a rank goes on alone, the others wait for it beyond
+        the deadline."""
+        self._ranks.watch.act()
 
     def tell_work(self, what: str, at: int, ended: tuple[str, str] | None = None) -> None:
         """Tell the other ranks, outside of the queue, about a work of this rank.
@@ -461,10 +469,11 @@ class CollectiveQueue:
         """
         deadline_s, watch = self._ranks.deadline_s, self._ranks.watch
         began, left_at = time.monotonic(), 0.0
-        says_at = began + deadline_s * _SILENT_SHARE
+        says_at, asks_at = began + deadline_s * _SILENT_SHARE, began + deadline_s * _ASKED_SHARE
+        ends_at, acts = began + deadline_s, dict[int, int]()
 
         def check() -> None:
-            nonlocal left_at, says_at
+            nonlocal left_at, says_at, asks_at, ends_at, acts
             self.raise_if_broken()
             now = time.monotonic()
             left_at = left_at or (now if watch.left else 0.0)
@@ -480,8 +489,14 @@ class CollectiveQueue:
                 )
             if left_at and now > left_at + _LAST_BYTES_S:
                 raise self._inquire("connection", what, "but its connections are still open")
-            if now > began + deadline_s:
-                raise self._inquire("deadline", what, f"within {deadline_s:g} s")
+            if now > asks_at:
+                asks_at, acts = math.inf, watch.acts_of_others()
+            if now > ends_at:
+                before, acts = acts, watch.acts_of_others()
+                self.raise_if_broken()
+                if all(acts[rank] == before.get(rank, acts[rank]) for rank in acts):
+                    raise self._inquire("deadline", what, f"within {deadline_s:g} s")
+                ends_at = time.monotonic() + deadline_s
 
         return check
 

@@ -79,6 +79,8 @@ class PeerWatch:
         self._position: tuple[int, int, str] = (0, -1, "offload")
         self._here: dict[int, dict[int, tuple[str, str]]] = {}  # by count, then by rank: name and payload
         self._alive: dict[int, tuple[int, int, str]] = {}
+        self._acts = 0
+        self._acts_of: dict[int, int] = {}
         self._works: list[Entry] = []
         self._left: set[int] = set()
         self._heard: set[int] = set()
@@ -105,6 +107,22 @@ class PeerWatch:
     def note(self, index: int, phase: int, what: str) -> None:
         """Set this rank's position in the order of its operations. The watch sends it in the answer to a call."""
         self._position = index, phase, what
+
+    def act(self) -> None:
+        """Count an act of this rank that needs no other rank. The watch sends the number in the answer to a call."""
+        self._acts += 1
+
+    def acts_of_others(self) -> dict[int, int]:
+        """Ask the other ranks how many acts they have counted. Return the numbers of the ranks that answer soon."""
+        with self._changed:
+            self._alive.clear()
+            self._acts_of.clear()
+        self.tell("call")
+        self._wait_for(lambda: len(self._alive.keys() | self._left) == self._world, _ANSWER_S)
+        with self._changed:
+            found = {rank: acts for rank, acts in self._acts_of.items() if rank != self._rank}
+            self._alive.clear()  # a rank that answered now may hang later
+        return found
 
     def tell(self, kind: str, **entry: Any) -> None:
         """Queue an entry for the log, which the watch's thread writes."""
@@ -349,13 +367,14 @@ class PeerWatch:
                 self._left.add(rank)
             elif kind == "alive":
                 self._alive[rank] = entry["index"], entry["phase"], entry["text"]
+                self._acts_of[rank] = entry["acts"]
             elif kind == "heard":
                 self._heard.add(rank)
             elif kind == "work":
                 self._works.append(entry)
         if kind == "call":
             index, phase, what = self._position
-            self.tell("alive", index=index, phase=phase, text=what)
+            self.tell("alive", index=index, phase=phase, text=what, acts=self._acts)
         elif kind == "failed" and rank != self._rank:
             self._settle(PeerError(f"rank {rank} failed: {entry['text']}", (rank,)))
             self.tell("heard")

@@ -47,6 +47,7 @@ class SharedSlotPool:
         Raises:
             PeerError: a rank failed, or did not publish its slice within the ranks' deadline.
         """
+        self._collectives.act()
         index = self._index[id(home)]
         behind = self._shared.behind(index, version)
         if behind:

@@ -268,3 +268,27 @@ def test_all_ranks_together_have_one_copy_of_the_weights_and_nothing_of_it_cross
     parts, every, exchange, private = zip(*run(count, without_sockets, 64), strict=True)
     assert set(private) == {0}
     assert every[0] <= sum(parts) <= 1.05 * every[0] + sum(exchange)
+
+
+def alone_for(seconds: float, acts: bool) -> str:
+    """Let rank 0 go on alone for longer than the deadline of the ranks, which is a second."""
+    ranks = Ranks.of_world(deadline_s=1.0)
+    assert ranks is not None
+    world = MultiRankWorld(CollectiveQueue(ranks))
+    end = time.monotonic() + seconds
+    while world.leads and time.monotonic() < end:
+        time.sleep(0.1)
+        if acts:
+            world.collectives.act()
+    try:
+        world.tell("the end", None)
+    except PeerError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def test_ranks_wait_for_a_rank_as_long_as_it_goes_on_alone() -> None:
+    assert run(2, alone_for, 3.5, True) == ["", ""]
+    assert "rank 0 did not reach" in run(2, alone_for, 3.5, False)[1]

@@ -68,6 +68,9 @@ class Collectives:
     deadline_s: float = 20.0
     failure: PeerError | None = None
 
+    def act(self) -> None:
+        return
+
     def raise_if_broken(self) -> None:
         if self.failure is not None:
             raise self.failure

@@ -1,0 +1,5 @@
+"""Fixtures of a simulated device."""
+
+from tests.tiers.conftest import rig
+
+__all__ = ["rig"]
