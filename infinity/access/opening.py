@@ -79,12 +79,12 @@ def open_coordinator(
         except DeviceRoomError as error:
             agreement.world.tell("planning", None)
             raise error.among(agreement.peers) from None
-        commits, peers = agreement.planned(plan, terms.config)
+        commits, peers = agreement.planned(plan)
         if commits != plan.placement.commits or peers.shared != plan.peers.shared:
             plan = plan_of(commits, peers)
         if plan.peers.shared != peers.shared:
             raise AssertionError("another frequency of commits has moved weights to NVMe")
-        require_shared(plan)
+        require_shared(plan, terms.config)
         return _open(model, found, terms, plan, agreement, fill), found
 
 

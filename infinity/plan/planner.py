@@ -116,8 +116,10 @@ def make_plan(
     return plan
 
 
-def require_shared(plan: Plan) -> None:
-    """Check that ranks with devices share all weights. Raises PlanError if they do not."""
+def require_shared(plan: Plan, config: SwapConfig) -> None:
+    """Check that ranks share all weights if they have devices, or ranks.wire: host. Raises PlanError if they do not."""
+    if plan.budgets.limits.gathers and config.ranks.wire == "host":
+        raise PlanError("ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto")
     if plan.budgets.limits.gathers and not plan.budgets.limits.in_place:
         raise PlanError(
             "several ranks on GPUs need all weights in RAM, which they share, and here they do not share them. Set "

@@ -47,7 +47,8 @@ _TEXT_MAX = 2000
 Trouble = Literal["connection", "deadline"]
 _EQUALLY_OFTEN = (
     "All ranks must call the model and infinity's functions equally often: give each rank the same number of batches, "
-    "also in an evaluation, and evaluate and save on all ranks. If one rank does something alone for longer, raise "
+    "also in an evaluation. Rank 0 can evaluate and save alone only if the ranks share all weights (weights: host, "
+    "ranks.wire: auto). If a rank does something else alone for longer, raise "
     "ranks.deadline_s in the swap config. Start all ranks again, and resume from the last generation."
 )
 Entry = dict[str, Any]

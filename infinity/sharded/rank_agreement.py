@@ -274,19 +274,14 @@ class RankAgreement:
         cut = self.peers.cut
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
-    def planned(self, mine: Plan, config: SwapConfig) -> tuple[CommitFrequency, PeerFacts]:
+    def planned(self, mine: Plan) -> tuple[CommitFrequency, PeerFacts]:
         """Agree on the steps that all ranks commit, and on whether they share all weights. All ranks must call this.
-
-        Args:
-            mine: the plan of this rank.
-            config: the swap config.
 
         Returns:
             The frequency of commits, and the facts for a plan that is the same in these respects on all ranks.
 
         Raises:
-            PlanError: ranks.wire: host, and the ranks cannot share all weights; or a rank has no room for a unit in
-                memory.device.
+            PlanError: a rank has no room for a unit in memory.device.
             PeerError: another rank failed.
         """
         commits = mine.placement.commits
@@ -296,8 +291,6 @@ class RankAgreement:
         if None in told:
             raise PlanError(f"rank {told.index(None)} has too little memory.device for a unit; its message says more")
         shared = all(theirs for theirs, *_ in told)
-        if config.ranks.wire == "host" and not shared:
-            raise PlanError("ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto")
         return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, shared=shared)
 
 

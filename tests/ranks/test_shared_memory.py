@@ -292,3 +292,19 @@ def alone_for(seconds: float, acts: bool) -> str:
 def test_ranks_wait_for_a_rank_as_long_as_it_goes_on_alone() -> None:
     assert run(2, alone_for, 3.5, True) == ["", ""]
     assert "rank 0 did not reach" in run(2, alone_for, 3.5, False)[1]
+
+
+def with_nvme(folder: str, wires: list[str]) -> str:
+    config = {"weights": "nvme", "optimizer": "nvme", "ranks": {"wire": wires[dist.get_rank()]}}
+    try:
+        offloaded(folder, config)
+    except InfinityError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wire_that_the_weights_or_the_other_ranks_do_not_have_is_refused(tmp_path: Path) -> None:
+    for told in run(2, with_nvme, str(tmp_path / "one"), ["host", "host"]):
+        assert "ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto" in told
+    for told in run(2, with_nvme, str(tmp_path / "two"), ["auto", "gloo"]):
+        assert "rank 1 has ranks.wire: gloo, and rank 0 has auto: give all ranks the same config" in told

@@ -112,7 +112,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device) -> PlanSce
         machine = replace(machine, endurance_bytes=endurance_bytes(config.nvme.paths))
         warnings += _missing_here(machine, config)
     if ranks > 1 and machine.is_gpu:
-        warnings.append("several ranks on GPUs are not available yet: this is a prediction of what they would do")
+        warnings.append("several ranks were never run on real GPUs: this is a prediction of what they would do")
     _require_possible(ranks, machine)
     from infinity.runtime.experts import cut_banks
 

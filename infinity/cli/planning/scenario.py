@@ -205,7 +205,7 @@ class PlanScenario:
             peers=peers,
             disks=self.disks,
         )
-        require_shared(plan)
+        require_shared(plan, config)
         return plan
 
     def _plan_of(self, config: SwapConfig) -> Callable[[Any], Plan]:

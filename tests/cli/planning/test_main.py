@@ -208,14 +208,24 @@ def test_a_plan_says_how_many_experts_the_tokens_use(tmp_path: Path, capsys: pyt
 
 def test_copies_of_all_weights_are_read_once_a_step() -> None:
     def moved(**ranks: Any) -> Any:
-        config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "8GiB", "host": "1TiB"}}
-        scenario = scenario_of("llama-3-8b", "8xh200", **config, **ranks)
+        config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "64GiB", "host": "1TiB"}}
+        scenario = replace(scenario_of("llama-3-8b", "8xh200", **config, **ranks), device=torch.device("cpu"))
         return replace(scenario, ranks=8, batch=BatchShape(1, 2048, passes=4)).outcome().prediction.moved
 
     world, none = moved(), moved(ranks={"gather": "none"})
     assert none.weights < 0.3 * world.weights
     assert none.gathered < 0.3 * world.gathered
-    assert none.up > 4 * world.up  # the whole from RAM, instead of this rank's slice
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"), [("nvme", "several ranks on GPUs need all weights in RAM"), ("device", "weights: device")]
+)
+def test_a_plan_refuses_what_ranks_with_devices_refuse(
+    weights: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["plan", "--model", "llama-3-8b", "--machine", "8xh200", "--set", f"weights={weights}", "optimizer=nvme"]
+    assert main(options) == 1
+    assert message in capsys.readouterr().out
 
 
 def test_the_numbers_say_where_they_are_from(
@@ -252,7 +262,7 @@ def test_micro_batches_through_a_layer_read_the_weights_once(capsys: pytest.Capt
 
 
 def test_eight_ranks_have_an_eighth_each(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["llama-3-8b", "--machine", "8xh200", "--set", "weights=nvme", "optimizer=nvme"]
+    options = ["llama-3-8b", "--machine", "8xh200", "--set", "weights=host", "optimizer=nvme"]
     one, eight = (told(capsys, *options, "--ranks", ranks) for ranks in ("1", "8"))
     assert eight["step_bytes"]["written"] == pytest.approx(one["step_bytes"]["written"] / 8, rel=0.01)
     assert eight["ranks"] == 8
