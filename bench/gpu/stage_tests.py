@@ -50,14 +50,7 @@ def stage(record: Record, options: Options) -> None:
     tests = ["-m", "gpu", "tests/gpu", "--ignore", "tests/gpu/test_ranks.py"]
     arguments = options.settings.get("arguments", [*tests, *_together()])
     root = Path(options.settings.get("root", ROOT))
-    found = run_tests(arguments, root, options.work, record.left_s - 2)
-    counts = {outcome: len(found.named(outcome)) for outcome in ("passed", "failed", "skipped")}
-    record.measure(
-        "tests",
-        "all pass, none is skipped, and pytest ends by itself",
-        lambda: counts | {"rc": found.rc, "tail": "" if found.rc == 0 else found.tail[-1500:]},
-        good=lambda _: found.rc == 0 and counts["passed"] > 0 and not counts["skipped"],
-    )
+    found = measured_tests(record, "tests", arguments, root, options.work)
     record.note("slowest", dict(sorted(((t, r["seconds"]) for t, r in found.tests.items()), key=lambda e: -e[1])[:5]))
     again_s = float(options.settings.get("again_s", _AGAIN_S))
     for test in found.named("failed"):
@@ -67,6 +60,19 @@ def stage(record: Record, options: Options) -> None:
             continue
         alone = run_tests([test], root, options.work, record.left_s - 1, CUDA_LAUNCH_BLOCKING="1")
         record.measure(test, expected, lambda test=test, alone=alone: _both(found, test, alone), good=lambda _: False)
+
+
+def measured_tests(record: Record, name: str, arguments: Sequence[str], root: Path, work: Path) -> Results:
+    """Run pytest, and record whether all tests passed. `name` is the name of the measurement."""
+    found = run_tests(arguments, root, work, record.left_s - 2)
+    counts = {outcome: len(found.named(outcome)) for outcome in ("passed", "failed", "skipped")}
+    record.measure(
+        name,
+        "all pass, none is skipped, and pytest ends by itself",
+        lambda: counts | {"rc": found.rc, "tail": "" if found.rc == 0 else found.tail[-1500:]},
+        good=lambda _: found.rc == 0 and counts["passed"] > 0 and not counts["skipped"],
+    )
+    return found
 
 
 def _together() -> list[str]:
