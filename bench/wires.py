@@ -81,7 +81,7 @@ def over_nccl(found: PlanOutcome, machine: MachineRates) -> StepTimePrediction:
 
     forecast = found.plan.forecast
     forecast = replace(forecast, moved=moved(forecast.moved), moved_clipping=moved(forecast.moved_clipping))
-    plan = replace(found.plan, forecast=forecast, peers=replace(found.plan.peers, shared=False))
+    plan = replace(found.plan, forecast=forecast, peers=replace(found.plan.peers, sharing="nothing"))
     return predict(plan, found.work, machine, clips=False, checksums=True)
 
 

@@ -176,9 +176,10 @@ class RanksConfig(_Section):
     wire: Literal["auto", "host", "gloo"] = "auto"
     """Way of the weights to the ranks. Never changes a bit of the result.
 
-    host: the ranks of one machine keep one copy of all weights in RAM that they share, and each rank uses this copy.
-    It needs all weights in RAM (weights: host) and all ranks on one machine. gloo: each rank keeps a slice of the
-    weights, and the ranks send the slices to each other for each use (gather). auto: host if it is possible.
+    host: the ranks of one machine share memory. If all weights rest in RAM, the ranks keep one copy of them there, and
+    each rank uses this copy. Otherwise each rank brings its slice to the shared memory for each use, and all ranks
+    copy it from there. Gradients take the same way. It needs all ranks on one machine. gloo: each rank keeps a slice of
+    the weights, and the ranks send the slices to each other for each use (gather). auto: host if it is possible.
     """
     deadline_s: Annotated[float | None, BeforeValidator(_number)] = Field(
         default=None, gt=0, le=604800, allow_inf_nan=False

@@ -17,7 +17,7 @@ from infinity import _native
 from infinity.base.page_advice import preload_pages
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
-from infinity.io.arena import Lease, PinnedArena
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.sharded.rank_dependent_parts import open_broadcast
@@ -52,7 +52,7 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         PeerError: another rank's file has other values.
     """
     broadcast = open_broadcast(coordinator.world)
-    with _UnitWrites(coordinator.arena) as writes:
+    with _UnitWrites(coordinator.transfers) as writes:
         for unit in coordinator.units:
             _ingest_unit(coordinator, unit, broadcast.values_of(unit, source, in_memory), writes)
             unit.adopt(coordinator.torch_device)
@@ -68,8 +68,8 @@ class _UnitWrites:
     may still read from its memory.
     """
 
-    def __init__(self, arena: PinnedArena) -> None:
-        self._arena = arena
+    def __init__(self, space: ArenaRegion) -> None:
+        self._space = space
         self._under_way: deque[tuple[Lease, list[Transfer]]] = deque()
 
     def __enter__(self) -> _UnitWrites:
@@ -92,9 +92,9 @@ class _UnitWrites:
     def lease(self, nbytes: int, what: str) -> Lease:
         """Return memory for a unit. If there is no free memory, wait for the oldest writes."""
         # No unit is fetched yet, so the space for slots (or uploads) is free.
-        while self._under_way and not self._arena.fits(nbytes):
+        while self._under_way and not self._space.fits(nbytes):
             self._end_oldest()
-        return self._arena.lease(nbytes, what)
+        return self._space.lease(nbytes, what)
 
     def start(self, lease: Lease, writes: Iterable[Callable[[], Transfer]]) -> None:
         """Begin writes from a lease."""

@@ -80,9 +80,9 @@ def open_coordinator(
             agreement.world.tell("planning", None)
             raise error.among(agreement.peers) from None
         commits, peers = agreement.planned(plan)
-        if commits != plan.placement.commits or peers.shared != plan.peers.shared:
+        if commits != plan.placement.commits or peers.sharing != plan.peers.sharing:
             plan = plan_of(commits, peers)
-        if plan.peers.shared != peers.shared:
+        if plan.peers.sharing != peers.sharing:
             raise AssertionError("another frequency of commits has moved weights to NVMe")
         require_shared(plan, terms.config)
         return _open(model, found, terms, plan, agreement, fill), found

@@ -41,7 +41,7 @@ from infinity.errors import (
     SwapIOError,
     SwapTimeoutError,
 )
-from infinity.io.arena import PinnedArena
+from infinity.io.arena import ArenaRegion
 from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import Extent
@@ -970,10 +970,9 @@ class Coordinator(ParameterLender):
     # -- states, for use-cases ----------------------------------------------------------------------------------------
 
     @property
-    def arena(self) -> PinnedArena:
-        """Arena of the model. While the model is filled, before the first fetch, the units pass through its free
-        memory."""
-        return self.resources.arena
+    def transfers(self) -> ArenaRegion:
+        """Memory for fetched weights. While the model is filled, before the first fetch, the units pass through it."""
+        return self.resources.transfers
 
     def idle_memory(self) -> memoryview:
         """Return memory that no update uses before the first step."""

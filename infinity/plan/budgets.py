@@ -190,7 +190,7 @@ def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
         weights: where the weights rest.
         room: bytes of host memory that have no other use.
     """
-    if inputs.limits.in_place:
+    if inputs.limits.in_place or inputs.limits.gathers:
         return 0
     sizes = [unit.trained_weight for unit in inputs.units if unit.state and unit.index not in weights.in_ram]
     largest = max(sizes, default=0)

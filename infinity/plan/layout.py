@@ -121,8 +121,9 @@ class ArenaBytes:
 
     Attributes:
         weights, states, gradients: weights, optimizer states and gradients that rest in RAM.
-        shared_weights, shared_exchange: this rank's part of the memory that all ranks share, which is not in the arena:
-            its slices of the weights, and its gradients on their way to other ranks.
+        shared_weights, shared_exchange, shared_transfers: this rank's part of the memory that all ranks share, which is
+            not in the arena: its slices of the weights, its gradients on their way to other ranks, and its slots or
+            slices of weights on their way to other ranks.
         shadows: new weights and states of speculative updates.
         landing: the window that gradients land in.
         staging: the update's tiles, including the tiles that are read ahead.
@@ -139,6 +140,7 @@ class ArenaBytes:
     weights: int
     shared_weights: int
     shared_exchange: int
+    shared_transfers: int
     states: int
     gradients: int
     shadows: int
@@ -161,7 +163,7 @@ class ArenaBytes:
     @property
     def shared(self) -> int:
         """This rank's part of the memory that all ranks share."""
-        return self.shared_weights + self.shared_exchange
+        return self.shared_weights + self.shared_exchange + self.shared_transfers
 
     @property
     def nbytes(self) -> int:
@@ -304,21 +306,26 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: StatePlacement, budge
     limits = budgets.limits
     slots_are_here = limits.in_place and (limits.gathers or placement.weights.tier == "nvme" or budgets.decodes)
     weights = sum(unit.weight_lease_bytes for unit in units)
+    shares, at_home = limits.sharing != "nothing", limits.sharing == "weights"
+    transfers = (budgets.slot_bytes if slots_are_here else 0) + budgets.upload_bytes
+    passed = budgets.slot_bytes if limits.in_place else budgets.upload_bytes
+    shared_transfers = passed if limits.sharing == "transfers" else 0
     return ArenaBytes(
-        weights=0 if limits.shared else weights,
-        shared_weights=weights if limits.shared else 0,
-        shared_exchange=budgets.exchange_bytes if limits.shared else 0,
+        weights=0 if at_home else weights,
+        shared_weights=weights if at_home else 0,
+        shared_exchange=budgets.exchange_bytes if shares else 0,
+        shared_transfers=shared_transfers,
         states=sum(state.lease_bytes for unit in units for state in unit.kept()) - weights,
         gradients=sum(gradient.lease_bytes for unit in units for gradient in unit.gradients),
         shadows=budgets.shadow_bytes,
         landing=budgets.landing_bytes,
         staging=budgets.staging.nbytes + budgets.staging.ahead_bytes,
-        transfers=(budgets.slot_bytes if slots_are_here else 0) + budgets.upload_bytes,
+        transfers=transfers - shared_transfers,
         bounce=budgets.bounce_bytes,
         copies=budgets.copies_bytes,
         commits=budgets.commit_bytes,
         activations=budgets.activation_bytes,
-        exchange=0 if limits.shared else budgets.exchange_bytes,
+        exchange=0 if shares else budgets.exchange_bytes,
         secondary=budgets.secondary_bytes,
     )
 

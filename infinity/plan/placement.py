@@ -168,8 +168,6 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
     none = TierSplit("nvme", frozenset())
     if config.weights != "auto":
         return none if config.weights == "nvme" else TierSplit(config.weights, inputs.every)
-    if limits.shared and not limits.in_place:  # ranks with devices upload from weights that they share in RAM
-        return TierSplit("host", inputs.every)
     room -= _host_bytes(inputs, none, states_in_ram) + _bounce_bytes(inputs)
     if inputs.cost(inputs.weight) + _upload_bytes(inputs, inputs.every) <= room or not config.nvme.paths:
         share = limits.for_weights - inputs.resident_bytes
@@ -192,10 +190,12 @@ def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
     pieces are copied.
 
     If the device has no memory of its own, return the bytes of the encoded weights of the two largest units on NVMe.
-    Several ranks put the encoded weights together in two buffers for any unit (sharded/gathered_slots.py).
+    Ranks that gather weights use two buffers in turn for any unit (sharded/gathered_slots.py): for their slices on the
+    way to devices, or for the encoded weights of all ranks.
     """
-    if inputs.limits.in_place and inputs.limits.gathers:
-        return 2 * max((unit.encoded for unit in inputs.units), default=0)
+    if inputs.limits.gathers:
+        in_place = inputs.limits.in_place
+        return 2 * max((unit.encoded if in_place else unit.weight for unit in inputs.units), default=0)
     if inputs.limits.in_place:
         return sum(sorted(unit.encoded for unit in inputs.units if unit.index not in weights_in_ram)[-2:])
     largest = max((unit.weight for unit in inputs.units if unit.index not in weights_in_ram), default=0)

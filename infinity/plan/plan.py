@@ -210,7 +210,12 @@ def _between_ranks(peers: PeerFacts, layout: StorageLayout) -> list[str]:
     """Return the log's line about the ranks from which weights are gathered; empty if there is one rank."""
     if peers.cut.whole:
         return []
-    if peers.shared:
+    if peers.sharing == "transfers":
+        each = format_bytes(layout.arena.shared)
+        return [
+            f"  ranks        {peers.cut.count} on this machine; slices pass through RAM that they share ({each} each)"
+        ]
+    if peers.sharing == "weights":
         every = format_bytes(sum(unit.full.home_bytes for unit in layout.units))
         return [f"  ranks        {peers.cut.count} on this machine; one copy of the weights in RAM ({every} for all)"]
     if peers.near is None:

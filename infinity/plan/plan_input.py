@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from infinity.config import SwapConfig
 from infinity.plan.disk import DiskLimits
@@ -33,6 +34,15 @@ _SCRATCH_ITEMSIZE, _SCRATCH_NUMEL = 24, 1 << 22
 _CHECKSUM_BYTES = 4  # bytes of RAM for each page of the swap file
 
 
+Sharing = Literal["nothing", "transfers", "weights"]
+"""Memory that the ranks of a machine share.
+
+nothing     weights and gradients go over sockets
+transfers   slices of weights and gradients on their way to other ranks (sharded/shared_window.py)
+weights     one copy of all weights, and gradients on their way (sharded/shared_homes.py)
+"""
+
+
 @dataclass(frozen=True)
 class MemoryLimits:
     """The two budgets: device memory and host memory.
@@ -47,7 +57,7 @@ class MemoryLimits:
         block: bytes of `activations` that the backward of one block, or the loss, needs; None: not known.
         away: bytes of activations that a pass moves to NVMe, or to RAM that `activations: auto` has reserved; 0: not
             known, or none.
-        shared: whether the ranks share one copy of all weights in RAM (PeerFacts.shared).
+        sharing: what the ranks share in RAM (PeerFacts.sharing).
     """
 
     device: int
@@ -58,7 +68,7 @@ class MemoryLimits:
     activations: int | None = None
     block: int | None = None
     away: int = 0
-    shared: bool = False
+    sharing: Sharing = "nothing"
 
     @property
     def for_weights(self) -> int:
@@ -87,7 +97,7 @@ class MemoryLimits:
     @property
     def gathers(self) -> bool:
         """Whether the ranks gather weights from their slices, in a slot for each use."""
-        return self.slice_count > 0 and not self.shared
+        return self.slice_count > 0 and self.sharing != "weights"
 
     @property
     def used_at_home(self) -> bool:
@@ -128,8 +138,8 @@ class PeerFacts:
             config sets, or that is available on this machine.
         near: the slice of every unit of which this rank keeps a copy for the gather group G
             (sharded/gathered_slots.py); None: G is the group of all ranks.
-        shared: whether all ranks share one copy of all weights in RAM (sharded/shared_homes.py); as input of the
-            planner, whether they can. The planner keeps it only if all weights rest in RAM.
+        sharing: what the ranks share in RAM; as input of the planner, what they can share. The planner changes
+            "weights" to "transfers" unless all weights rest in RAM.
     """
 
     cut: RankPartition
@@ -137,7 +147,7 @@ class PeerFacts:
     sharded: bool = True
     memory: tuple[int, int] | None = None
     near: RankPartition | None = None
-    shared: bool = False
+    sharing: Sharing = "nothing"
 
     @property
     def slice_count(self) -> int:

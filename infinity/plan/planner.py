@@ -111,19 +111,18 @@ def make_plan(
         return _fastest_plan(units, terms, can_recompute, sites, among, commits, disks)
 
     plan = plan_of(peers)
-    if peers.shared and plan.placement.weights.in_ram != frozenset(unit.index for unit in units):
-        return plan_of(replace(peers, shared=False))
+    if peers.sharing == "weights" and plan.placement.weights.in_ram != frozenset(unit.index for unit in units):
+        return plan_of(replace(peers, sharing="transfers"))
     return plan
 
 
 def require_shared(plan: Plan, config: SwapConfig) -> None:
-    """Check that ranks share all weights if they have devices, or ranks.wire: host. Raises PlanError if they do not."""
-    if plan.budgets.limits.gathers and config.ranks.wire == "host":
-        raise PlanError("ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto")
-    if plan.budgets.limits.gathers and not plan.budgets.limits.in_place:
+    """Check that ranks share memory if they have devices. Raises PlanError if they do not."""
+    limits = plan.budgets.limits
+    if limits.gathers and limits.sharing == "nothing" and not limits.in_place:
         raise PlanError(
-            "several ranks on GPUs need all weights in RAM, which they share, and here they do not share them. Set "
-            "weights: host, raise memory.host, or use one process."
+            f"several ranks on GPUs pass weights through memory that they share, and the swap config has ranks.wire: "
+            f"{config.ranks.wire}. Set ranks.wire: auto, or use one process."
         )
 
 
@@ -155,7 +154,8 @@ def _fastest_plan(
         config = terms.config.model_copy(update={"activations": kept.tier})
         room = _beside_activations(limits, terms, kept, decodes=any(unit.encoded for unit in counted))
         # weights that are in their slots until their update are gathered only once
-        among = replace(peers, near=None) if peers.shared or fits_slots(units, room) else peers
+        once = peers.sharing == "weights" or not limits.in_place or fits_slots(units, room)
+        among = replace(peers, near=None) if once else peers
         secondary = 0 if among.near is None else secondary_bytes(units, among.near)
         chosen = resident_units(config, room, counted, sites, adds_up=adds_up, refusal=terms.refusal, share=share)
         if (kept, chosen) in plans:  # another share of the same units
@@ -316,7 +316,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PE
     """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
-        return MemoryLimits(*peers.memory, in_place, peers.slice_count, ranks, shared=peers.shared)
+        return MemoryLimits(*peers.memory, in_place, peers.slice_count, ranks, sharing=peers.sharing)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
     return MemoryLimits(
         device=on_device // ranks if in_place else on_device,
@@ -324,7 +324,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: PeerFacts = NO_PE
         in_place=in_place,
         slice_count=peers.slice_count,
         ranks=ranks,
-        shared=peers.shared,
+        sharing=peers.sharing,
     )
 
 

@@ -123,9 +123,11 @@ class _MachineShare:
         else:
             busy["processor"] += cores(work.flops / machine.flops)
             busy["processor"] += cores(moved.decoded / 2 / machine.decode) if machine.decode else 0.0
-        between = moved.gathered + landings * moved.exchanged
-        if self._plan.peers.shared:  # gradients are read from one region of RAM and written to another
-            busy["memory"] = busy.get("memory", 0.0) + self._ranks * 2 * between / machine.dram
+        exchanged = landings * moved.exchanged
+        between = moved.gathered + exchanged
+        if self._plan.peers.sharing != "nothing":  # bytes are read from one region of RAM and written to another
+            copied = exchanged if machine.is_gpu else between  # the bytes to a device are in moved.up
+            busy["memory"] = busy.get("memory", 0.0) + self._ranks * 2 * copied / machine.dram
         elif machine.between and not self._plan.peers.cut.whole:
             busy["between"] = between / machine.between
         return busy

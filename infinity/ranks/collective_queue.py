@@ -44,7 +44,7 @@ from infinity.errors import PeerError
 from infinity.quoting import raised
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import OperationHeader
-from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
+from infinity.ranks.operations import AllGather, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.watch import Trouble
 
@@ -412,11 +412,11 @@ class CollectiveQueue:
         if group.size == 1:
             return collectives.alone(begun.operation)
         self.raise_if_broken()
-        if isinstance(moved, AllToAll) and moved.shared is not None and all(header.place >= 0 for header in said):
+        if moved.shared is not None and all(header.place >= 0 for header in said):
             self._begin_next(wait=False)
-            begin = sum(moved.send_splits[: self._ranks.rank])  # the splits are the same on all ranks
-            places, pieces = [header.place + begin for header in said], moved.receive.split(list(moved.receive_splits))
-            moved.shared.through.exchange(places, pieces, self._patience(begun.what))
+            begin, pieces = moved.shared_pieces(self._ranks.rank)
+            places = [header.place + begin for header in said]
+            moved.shared.through.exchange(places, pieces, moved.shared.copies, self._patience(begun.what))
             return []
         talking = self._ranks.group_of(group)
         try:

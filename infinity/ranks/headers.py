@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from infinity.errors import PeerError
-from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import RankGroup
 from infinity.ranks.watch import listed
 
@@ -70,7 +70,7 @@ class OperationHeader:
         else:
             sizes = _IS_AT, len(moved.payload), 0, 0
         kind, sent, received, leader = sizes
-        shared = moved.shared if isinstance(moved, AllToAll) else None
+        shared = None if isinstance(moved, ControlMessage) else moved.shared
         place = -1 if shared is None else shared.place
         return cls(index, kind, operation.subject, sent, received, leader, says, place, operation.name)
 

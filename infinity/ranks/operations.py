@@ -9,15 +9,42 @@ from typing import NamedTuple, Protocol
 import torch
 
 
+class PieceCopies(Protocol):
+    """Copies of the pieces of one exchange from the shared memory."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a piece, or start to copy it."""
+
+    def wait(self) -> None:
+        """Wait until all copies have ended."""
+
+
+class HostCopies:
+    """Copies to host memory (PieceCopies)."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        into.copy_(source)
+
+    def wait(self) -> None:
+        return
+
+
 class SharedExchange(Protocol):
     """Exchange of pieces through memory that all ranks share."""
 
-    def exchange(self, places: Sequence[int], pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    def exchange(
+        self,
+        places: Sequence[int],
+        pieces: Sequence[torch.Tensor],
+        copies: PieceCopies,
+        check: Callable[[], None],
+    ) -> None:
         """Receive pieces from other ranks, and wait until all ranks have received theirs.
 
         Args:
             places: place in the shared memory of the piece that each rank has for this rank.
             pieces: for each rank, uint8 to which its piece is written.
+            copies: copies to the memory of `pieces`.
             check: function that is called several times a second while this rank waits, and raises an error if a rank
                 has failed.
         """
@@ -30,10 +57,12 @@ class SharedPlace(NamedTuple):
         place: bytes from the start of the shared memory; -1 if the pieces are elsewhere. If they are elsewhere on any
             rank, the ranks send them.
         through: the shared memory.
+        copies: copies from the shared memory to this rank's buffer.
     """
 
     place: int
     through: SharedExchange
+    copies: PieceCopies = HostCopies()
 
 
 @dataclass(frozen=True)
@@ -41,16 +70,28 @@ class AllGather:
     """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
 
     Args:
-        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already at its place. The gather writes the
-            other slices.
+        buffer: uint8, contiguous, `sum(slices)` bytes. The gather writes the other slices, and this rank's slice unless
+            this is already at its place.
         slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ, and a rank without a slice
             has 0.
         near: whether the ranks of G gather; False: the ranks of W gather.
+        shared: place of this rank's slice in memory that all ranks share; None if the ranks share no memory.
+        in_buffer: whether this rank's slice is at its place in `buffer`.
     """
 
     buffer: torch.Tensor
     slices: Sequence[int]
     near: bool = False
+    shared: SharedPlace | None = None
+    in_buffer: bool = True
+
+    def shared_pieces(self, rank: int) -> tuple[int, Sequence[torch.Tensor]]:
+        """Return where the pieces for a rank begin behind the places of all ranks, and the rank's memory for the piece
+        of each rank; an empty tensor if the rank needs no piece."""
+        pieces = list(self.buffer.split(list(self.slices)))
+        if self.in_buffer:
+            pieces[rank] = pieces[rank][:0]
+        return 0, pieces
 
 
 @dataclass(frozen=True)
@@ -72,6 +113,10 @@ class AllToAll:
     receive: torch.Tensor
     receive_splits: Sequence[int]
     shared: SharedPlace | None = None
+
+    def shared_pieces(self, rank: int) -> tuple[int, Sequence[torch.Tensor]]:
+        """See AllGather.shared_pieces."""
+        return sum(self.send_splits[:rank]), self.receive.split(list(self.receive_splits))
 
 
 @dataclass(frozen=True)

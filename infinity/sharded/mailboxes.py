@@ -1,11 +1,11 @@
-"""Exchange of gradients through memory that all ranks of a machine share, without sockets.
+"""Exchange of gradients and weights through memory that all ranks of a machine share, without sockets.
 
 [Note: one exchange]
-Each rank has a region of the shared memory for its gradients. The headers of an operation tell all ranks where the
-gradients of each rank are (ranks/headers.py). Two counters of each rank, which count exchanges, order the copies:
+The headers of an operation tell all ranks where the pieces of each rank are in the shared memory (ranks/headers.py).
+Two counters of each rank, which count exchanges, order the copies:
 
-    my gradients are complete → `ready` advanced → for each other rank: its `ready` awaited, its piece for me copied →
-    `copied` advanced → `copied` of all other ranks awaited → my region may be written again
+    my pieces are complete → `ready` advanced → for each other rank: its `ready` awaited, its piece for me copied →
+    `copied` advanced → `copied` of all other ranks awaited → my pieces may be written again
 
 All ranks make the same exchanges in the same order, which the queue of the collectives has checked.
 """
@@ -17,48 +17,39 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity import _native
-from infinity.io.arena import ArenaRegion, Lease, PinnedArena
+from infinity.io.arena import Lease, PinnedArena
+from infinity.ranks.operations import PieceCopies
+from infinity.state.shard import RankPartition
 
 _POLL_S = 0.25
 
 
 class Mailboxes:
-    """The regions of all ranks in the shared memory.
+    """Exchanges of this rank (SharedExchange).
 
     Args:
         arena: the shared memory.
         counters: two counters for each rank.
-        regions: the region of each rank.
-        rank: number of this rank.
-
-    Attributes:
-        space: this rank's region.
+        cut: number of this rank, and of ranks.
     """
 
-    def __init__(
-        self, arena: PinnedArena, counters: _native.SharedCounters, regions: Sequence[Lease], rank: int
-    ) -> None:
+    def __init__(self, arena: PinnedArena, counters: _native.SharedCounters, cut: RankPartition) -> None:
         self._arena = arena
         self._counters = counters
-        self._rank = rank
-        self._count = len(regions)
-        self._begin, self._end = regions[rank].offset, regions[rank].offset + regions[rank].nbytes
+        self._rank, self._count = cut.index, cut.count
         self._done = 0
-        self.space: ArenaRegion = regions[rank].space()
-
-    def populate(self) -> None:
-        """Take memory for this rank's region.
-
-        Raises:
-            OSError: there is too little memory.
-        """
-        self._arena.memory.populate(self._begin, self._end - self._begin)
 
     def place(self, lease: Lease, begin: int) -> int:
         """Return the place in the shared memory of byte `begin` of a lease; -1 if the lease is elsewhere."""
         return lease.offset + begin if lease.is_in(self._arena.memory) else -1
 
-    def exchange(self, places: Sequence[int], pieces: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    def exchange(
+        self,
+        places: Sequence[int],
+        pieces: Sequence[torch.Tensor],
+        copies: PieceCopies,
+        check: Callable[[], None],
+    ) -> None:
         """Receive pieces from other ranks, and wait until all ranks have received theirs (SharedExchange)."""
         self._done = (self._done + 1) % 2**32
         self._counters.advance(self._ready(self._rank), self._done)
@@ -68,7 +59,8 @@ class Mailboxes:
             piece = pieces[rank]
             if piece.numel():
                 source = self._arena.memory.view(places[rank], piece.numel())
-                piece.copy_(torch.frombuffer(source, dtype=torch.uint8))
+                copies.copy(piece, torch.frombuffer(source, dtype=torch.uint8))
+        copies.wait()
         self._counters.advance(self._copied(self._rank), self._done)
         for rank in range(self._count):
             self._wait(self._copied(rank), check)

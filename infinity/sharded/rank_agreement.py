@@ -23,7 +23,7 @@ from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
 from infinity.plan.commit_frequency import CommitFrequency, rarest
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, PeerFacts, exchange_bytes, secondary_bytes
+from infinity.plan.plan_input import NO_PEERS, PeerFacts, Sharing, secondary_bytes
 from infinity.plan.planner import limits_of
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.paths import rank_path
@@ -40,6 +40,7 @@ from infinity.sharded.rank_stores import (
     run_and_steps_in,
 )
 from infinity.sharded.shared_homes import SharedHomes
+from infinity.sharded.shared_window import SharedWindow
 from infinity.sharded.sharing_world import SharingWorld
 from infinity.state.offload_arguments import OffloadArguments
 from infinity.state.shard import RankPartition
@@ -172,13 +173,11 @@ class RankAgreement:
         """
         if self.memory is None:
             return RankResources(self.world, self.run)
-        if not plan.peers.shared:
-            self.memory.close()
-            return RankResources(self.world, self.run)
-        units, cut = [unit.full for unit in plan.layout.units], self.peers.cut
-        first = replace(cut, index=0)
-        boxes = exchange_bytes([(unit, first.of(unit).local) for unit in units], cut.count)
-        weights = SharedHomes(self.memory, units, cut, self.world, boxes)
+        units, cut, arena = [unit.full for unit in plan.layout.units], self.peers.cut, plan.layout.arena
+        if plan.peers.sharing == "transfers":
+            window = SharedWindow(self.memory, cut, self.world, arena.shared_exchange, arena.shared_transfers)
+            return RankResources(self.world, self.run, window)
+        weights = SharedHomes(self.memory, units, cut, self.world, arena.shared_exchange)
         world = SharingWorld(self.world.collectives) if isinstance(self.world, MultiRankWorld) else self.world
         return RankResources(world, self.run, weights)
 
@@ -287,11 +286,12 @@ class RankAgreement:
         commits = mine.placement.commits
         if not self.peers.sharded:
             return commits, mine.peers
-        told = self.world.tell("planning", [mine.peers.shared, commits.every, commits.reason, commits.at_most])
+        told = self.world.tell("planning", [mine.peers.sharing, commits.every, commits.reason, commits.at_most])
         if None in told:
             raise PlanError(f"rank {told.index(None)} has too little memory.device for a unit; its message says more")
-        shared = all(theirs for theirs, *_ in told)
-        return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, shared=shared)
+        at_home = all(theirs == "weights" for theirs, *_ in told)
+        sharing: Sharing = "weights" if at_home else "nothing" if self.memory is None else "transfers"
+        return rarest([CommitFrequency(*each) for _, *each in told]), replace(self.peers, sharing=sharing)
 
 
 def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
@@ -322,7 +322,9 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
         if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
             wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
             raise NotAvailableError(f"{wanted} needs memory that all ranks share, but {refused}")
-        return replace(agreement, peers=replace(peers, shared=memory is not None), memory=memory)
+        return replace(
+            agreement, peers=replace(peers, sharing="nothing" if memory is None else "weights"), memory=memory
+        )
 
 
 def _require_alike(world: World, ranks: Ranks, device: torch.device, wire: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from infinity.durable.generation_maker import GenerationMaker, SingleProcessGenerationMaker
 from infinity.io.generations import Generations
 from infinity.ranks.world import MultiRankWorld, World
+from infinity.sharded.device_gather_memory import DeviceMemories
+from infinity.sharded.gather_memory import GatherMemories, HostMemories
 from infinity.sharded.gathered_slots import GatheredSlotPool
 from infinity.sharded.initial_values import BroadcastFromFirst, InitialValuesBroadcast, NoBroadcast
 from infinity.sharded.multi_rank_fetch_rules import MultiRankFetchRules
@@ -18,6 +20,7 @@ from infinity.sharded.multi_rank_gradients import MultiRankGradients
 from infinity.sharded.outbox import GradientOutbox
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sharded.shared_slots import SharedFetchRules, SharedSlotPool
+from infinity.sharded.shared_window import SharedWindow
 from infinity.state.shard import Shard
 from infinity.tiers.downloads import GradientQueue
 from infinity.tiers.resources import ModelResources
@@ -34,7 +37,11 @@ def open_pool(resources: ModelResources, shards: Sequence[Shard]) -> SlotPool:
     weights = resources.weights
     if isinstance(weights, SharedHomes):
         return SharedSlotPool(open_slots(resources, weights.complete), weights, homes, world.collectives)
-    return GatheredSlotPool(resources, world.collectives, shards)
+    mailboxes = weights.mailboxes if isinstance(weights, SharedWindow) else None
+    memories: GatherMemories = HostMemories(resources, mailboxes)
+    if resources.device is not None and mailboxes is not None:
+        memories = DeviceMemories(resources, resources.device, [shard.full for shard in shards], mailboxes)
+    return GatheredSlotPool(resources, world.collectives, shards, memories)
 
 
 def open_fetch_rules(resources: ModelResources) -> FetchRules:
@@ -61,10 +68,10 @@ def open_gradients(
     """
     world = resources.world
     if isinstance(world, MultiRankWorld):
-        weights = resources.weights
-        mailboxes = weights.mailboxes if isinstance(weights, SharedHomes) else None
-        space = resources.between_ranks if mailboxes is None else mailboxes.space
-        queue = _gradient_queue(resources)
+        weights, queue = resources.weights, _gradient_queue(resources)
+        mailboxes, space = None, resources.between_ranks
+        if isinstance(weights, SharedHomes | SharedWindow):
+            mailboxes, space = weights.mailboxes, weights.gradients
         outbox = GradientOutbox(shards, local, world.collectives, space, before_landing, queue, mailboxes)
         return MultiRankGradients(shards, local, world.collectives, outbox)
     return SingleProcessGradients(local, resources.landing_window, before_landing)

@@ -11,41 +11,33 @@ backward, its fetches and its uploads. So nobody reads weights that are being wr
 speculative update begins earlier and writes to a shadow of the rank's slice (units/speculative_update_buffers.py).
 After the agreement, the shadow is copied to the slice.
 
-[Note: the shared memory]
-
-    counters │ weights of unit 0 │ weights of unit 1 │ … │ gradients of rank 0 │ gradients of rank 1 │ …
-
-There is one counter for each rank and unit, one for the ranks that have closed, and two for the gradients of each rank
-(mailboxes.py).
-
-The weights of a unit have the layout of the home of a complete unit: encoded groups follow the other groups. A page
-belongs to the NUMA node of the rank that first writes it, which is its owner.
+[Note: the weights in the shared memory]
+The memory in common (shared_arena.py) has one counter for each rank and unit, and then the weights of one unit after
+the other. The weights of a unit have the layout of the home of a complete unit: encoded groups follow the other groups.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator
-from infinity.errors import NotAvailableError
-from infinity.io.arena import ArenaRegion, Lease, PinnedArena
+from infinity.io.arena import ArenaRegion, Lease
 from infinity.io.store import Extent
 from infinity.plan.layout import UnitLayout
 from infinity.ranks.shared_memory import SharedMemory
 from infinity.ranks.world import World
-from infinity.sharded.mailboxes import Mailboxes
-from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.sharded.shared_arena import COUNTER_BYTES, SharedArena
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.shard import RankPartition
 from infinity.state.unit import Unit
 from infinity.tiers.destination import Written
 from infinity.tiers.home import StateHome, WeightsHome
 
-_COUNTER_BYTES = 64
 _CLOSE_S = 5.0
 
 
@@ -93,18 +85,19 @@ class Publication:
 
 
 class SharedHomes:
-    """The shared memory, as this rank has mapped it (WeightsMemory). All ranks make it at the same time.
+    """The weights that all ranks share (WeightsMemory). All ranks make this object at the same time.
 
     Args:
         memory: the memory, which this object closes.
         units: the complete units.
         cut: this rank's slice of every unit.
         world: the ranks.
-        exchange_bytes: bytes of each rank's gradients on their way to other ranks, the same on all ranks.
+        exchange_bytes: bytes of this rank's gradients on their way to other ranks.
 
     Attributes:
-        arena: the mapping.
-        mailboxes: the gradients.
+        shared: the shared memory.
+        mailboxes: exchanges of gradients between the ranks.
+        gradients: memory for this rank's gradients on their way to other ranks.
         complete: homes of the complete units, which slots are filled from.
 
     Raises:
@@ -115,28 +108,22 @@ class SharedHomes:
     def __init__(
         self, memory: SharedMemory, units: Sequence[Unit], cut: RankPartition, world: World, exchange_bytes: int
     ) -> None:
-        counters = round_up((cut.count * len(units) + 1) * _COUNTER_BYTES, PAGE_BYTES)
-        of_mail = round_up(2 * cut.count * _COUNTER_BYTES, PAGE_BYTES)
+        counters = round_up(cut.count * len(units) * COUNTER_BYTES, PAGE_BYTES)
         sizes = [round_up(unit.home_bytes, PAGE_BYTES) for unit in units]
-        nbytes = counters + of_mail + sum(sizes) + cut.count * exchange_bytes
-        try:
-            memory.size(nbytes)
-            self.arena = PinnedArena(nbytes, fd=memory.fileno())
-        finally:
-            memory.close()
+        self.shared = SharedArena(memory, cut, world, counters + sum(sizes), exchange_bytes)
         self._cut = cut
         self._world = world
         self._count = len(units)
-        self._counters = _native.SharedCounters(self.arena.lease(counters, "the counters of the ranks").view())
-        mail = _native.SharedCounters(self.arena.lease(of_mail, "the counters of the gradients").view())
+        common = self.shared.common
+        self._counters = _native.SharedCounters(common.lease(counters, "the counters of the weights").view())
         leases = [
-            self.arena.lease(nbytes, f"the weights of '{unit.name}'") for unit, nbytes in zip(units, sizes, strict=True)
+            common.lease(nbytes, f"the weights of '{unit.name}'") for unit, nbytes in zip(units, sizes, strict=True)
         ]
         self.complete = [_complete(unit, lease) for unit, lease in zip(units, leases, strict=True)]
-        regions = [self.arena.lease(exchange_bytes, "gradients between ranks") for _ in range(cut.count)]
-        self.mailboxes = Mailboxes(self.arena, mail, regions, cut.index)
-        self._ends = [lease.offset + lease.nbytes for lease in (*leases, *regions)]
-        world.each("taking the shared memory", lambda: self._take(self._populate))
+        self._ends = [lease.offset + lease.nbytes for lease in leases]
+        self.mailboxes = self.shared.mailboxes
+        self.gradients = self.shared.own
+        world.each("taking the shared memory", lambda: self.shared.take(self._populate))
         self._queue = queue.SimpleQueue[Publication | None]()
         self._thread: threading.Thread | None = None
 
@@ -177,22 +164,11 @@ class SharedHomes:
                 self._world.fail(error)  # the other ranks wait for these weights
                 publication.end(error)
 
+    def transfers(self, arena: ArenaRegion) -> ArenaRegion:
+        return arena
+
     def pin(self, accelerator: Accelerator) -> str:
-        """Pin the shared memory (PinnedArena.pin). All ranks call this.
-
-        The ranks pin one after the other, because two registrations of the same pages at the same time may fail. Each
-        rank has taken the memory of its own slices before, on its own NUMA node.
-
-        Raises:
-            PeerError: another rank failed.
-        """
-        self._world.each("taking memory for gradients", lambda: self._take(self.mailboxes.populate))
-        refused = ""
-        for turn in range(self._cut.count):
-            self._world.tell("pinning the shared memory", turn)
-            if turn == self._cut.index:
-                refused = self.arena.pin(accelerator, ends=self._ends)
-        return refused
+        return self.shared.pin(accelerator, self._ends)
 
     def _populate(self) -> None:
         """Take memory for this rank's slices, which it will fill. Raises OSError."""
@@ -203,21 +179,7 @@ class SharedHomes:
             for index, group in enumerate(complete.unit.groups):
                 begin, end = shard.weight_range(index, self._cut.index)
                 start = begin + _encoded_begin(complete.unit) * (group.codec is not None)
-                self.arena.memory.populate(complete.lease.offset + start, end - begin)
-
-    def _take(self, populate: Callable[[], None]) -> None:
-        """Take memory for pages.
-
-        Raises:
-            NotAvailableError: there is too little memory.
-        """
-        try:
-            populate()
-        except OSError as error:
-            raise NotAvailableError(
-                f"there is no memory for this rank's share of {format_bytes(self.arena.nbytes)} that the ranks share "
-                f"({error.strerror}). Lower memory.host, or set ranks.wire: gloo."
-            ) from error
+                self.shared.arena.memory.populate(complete.lease.offset + start, end - begin)
 
     def close(self) -> None:
         """End the thread, after all updates have ended. A second call does nothing."""
@@ -238,13 +200,7 @@ class SharedHomes:
         return rank * self._count + unit
 
     def give_back(self) -> None:
-        """Free the memory, even while references to it exist, once all ranks have called this.
-
-        If a rank never calls this, the memory is freed when the last process has let go of it.
-        """
-        self.arena.unpin()
-        if self._counters.add(self._cut.count * self._count) == self._cut.count - 1:
-            self.arena.give_all_back()
+        self.shared.give_back()
 
 
 def _encoded_begin(unit: Unit) -> int:

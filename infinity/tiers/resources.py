@@ -62,6 +62,7 @@ class ModelResources:
         commit_ring: host memory for states of resident units on their way to or from the store.
         idle: clock of the device's idle time.
         weights: memory of the weights in RAM.
+        transfers: memory that weights are fetched into, or pass on their way to the device (WeightsMemory.transfers).
         decoding: decoder of encoded weights for slots in host memory; None when no weights are decoded in host memory.
         activations: tier of the tensors that a forward keeps; None if these stay on the device.
         state_writer: queue of states from the device to the store; None when no unit is resident, or without commits.
@@ -114,6 +115,7 @@ class ModelResources:
             self.commit_ring = self._region(arena.commits, "states of the device for commits")
             self.activation_memory = self._region(arena.activations, "activations")
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
+            self.transfers = self.weights.transfers(self.arena)
             self.pool = _open_pool(staging.threads, node, 0 if accelerator is None else accelerator.nice)
             self.decoding = open_decoding(plan, self.arena, self.pool)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
@@ -225,7 +227,9 @@ class ModelResources:
         landing = [] if self.landing_window is None else self.landing_window.space.free_views()
         ring = self.commit_ring.free_views()
         last = self._activations_to_register()
-        for view in [*self.arena.free_views(), *landing, *ring, self.staging.view(), *self.resting.free_views(), *last]:
+        slots = [] if self.transfers is self.arena else self.transfers.free_views()
+        tiles, resting = self.staging.view(), self.resting.free_views()
+        for view in [*self.arena.free_views(), *slots, *landing, *ring, tiles, *resting, *last]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)

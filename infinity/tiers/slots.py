@@ -276,12 +276,12 @@ class HostSlotPool:
     For weights that are kept in RAM, the slot is their home. Weights on NVMe are read into a lease, which is then the
     slot. Encoded weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
 
-    The budget for slots is the free space of the arena. All other memory of the arena is leased before the first fetch.
+    The budget for slots is the free space of ModelResources.transfers.
     """
 
     def __init__(self, resources: ModelResources) -> None:
         self._resources = resources
-        self._from_top = long_from_top(resources.arena.free_bytes)
+        self._from_top = long_from_top(resources.transfers.free_bytes)
         self._bouncing: list[_DecodeFetch] = []  # fetches that still own a bounce buffer
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
@@ -290,7 +290,7 @@ class HostSlotPool:
             return _ResidentFetch(HostSlot(home.lease.tensor(), None))
         if decodes and self.waits(home):
             return None
-        lease = self._resources.arena.try_lease(home.slot_bytes, from_top=self._from_top(home.slot_bytes))
+        lease = self._resources.transfers.try_lease(home.slot_bytes, from_top=self._from_top(home.slot_bytes))
         if lease is None:
             return None
         if not decodes:
@@ -435,7 +435,7 @@ class SlabSlotPool:
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         if home.resident is not None:
             return _ResidentFetch(ResidentSlot(home.resident))
-        slab, lease = self._lease(home)
+        slab, lease = self.lease(home)
         if lease is None:
             return None
         uploads = self._device.uploads
@@ -479,7 +479,8 @@ class SlabSlotPool:
             self._device.decoding.give_back(encoded, [decoded])
         return decoded
 
-    def _lease(self, home: WeightsHome) -> tuple[Slab, SlabLease | None]:
+    def lease(self, home: WeightsHome) -> tuple[Slab, SlabLease | None]:
+        """Return a slab, and memory of it for a slot; None if there is no room."""
         staying, slots = self._device.staying, self._device.slots
         if any(home is each for each in self._staying):
             lease = staying.try_lease(home.slot_bytes)

@@ -26,6 +26,15 @@ class WeightsMemory(Protocol):
             resting: memory of this process for homes.
         """
 
+    def transfers(self, arena: ArenaRegion) -> ArenaRegion:
+        """Return the memory in which weights are fetched on the CPU, or that they pass on their way to a device.
+
+        Until the first fetch, the code that fills the store may use this memory.
+
+        Args:
+            arena: the arena, whose free memory is used unless the memory is elsewhere.
+        """
+
     def pin(self, accelerator: Accelerator) -> str:
         """Pin memory that is not in the arena (PinnedArena.pin). Return why this was refused, or ''."""
 
@@ -47,6 +56,9 @@ class OwnWeightsMemory:
             groups.append(StateHome(lease, begin, group.weight.nbytes, extent, dirty=lease is not None))
             begin += group.weight.nbytes
         return WeightsHome(tuple(groups), unit.home_bytes, unit)
+
+    def transfers(self, arena: ArenaRegion) -> ArenaRegion:
+        return arena
 
     def pin(self, accelerator: Accelerator) -> str:
         return ""

@@ -57,7 +57,7 @@ OF_SHARING = [
     ),
     Mutant(
         "the last rank that closes frees the memory",
-        "infinity/sharded/shared_homes.py",
+        "infinity/sharded/shared_arena.py",
         " == self._cut.count - 1:\n",
         " == 0:\n",
         (_HOMES, "-k", "given_back_by_the_last"),
@@ -81,6 +81,27 @@ OF_SHARING = [
         "infinity/sharded/outbox.py",
         "                after=[*landed, partial(_zero_missing, box, shard, group_index)],\n",
         "                after=[partial(_zero_missing, box, shard, group_index)],\n",
+        (_DEVICES,),
+    ),
+    Mutant(
+        "a half of the window is filled once all ranks have copied what was in it",
+        "infinity/sharded/device_gather_memory.py",
+        "            is_free = self._users[0] is user\n",
+        "            is_free = True\n",
+        (_DEVICES,),
+    ),
+    Mutant(
+        "slices stay in the window until they are on the device",
+        "infinity/sharded/mailboxes.py",
+        "        copies.wait()\n",
+        "",
+        (_DEVICES,),
+    ),
+    Mutant(
+        "a slot is written when its bytes have no other use on the device",
+        "infinity/sharded/device_gather_memory.py",
+        "        copies.after += slot.after\n",
+        "",
         (_DEVICES,),
     ),
     Mutant(

@@ -26,6 +26,7 @@ from infinity.ranks.ranks import Ranks
 from infinity.ranks.shared_memory import open_shared_memory
 from infinity.ranks.world import MultiRankWorld
 from infinity.sharded.shared_homes import SharedHomes
+from infinity.sharded.shared_window import SharedWindow
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import batch, offloaded, train
 
@@ -215,10 +216,10 @@ def freed() -> tuple[int, int]:
     return before, _resident(weights)
 
 
-def _resident(weights: SharedHomes, what: str = "Rss:") -> int:
+def _resident(weights: SharedHomes | SharedWindow, what: str = "Rss:") -> int:
     """Return the bytes of the shared memory that are resident in this process; with "Pss:", divided by the number of
     processes that have them."""
-    address = weights.arena.memory.address
+    address = weights.shared.arena.memory.address
     found, mine = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -235,17 +236,17 @@ def test_the_memory_is_freed_when_all_ranks_have_closed_the_model() -> None:
         assert after == 0
 
 
-def without_sockets(wide: int) -> tuple[int, int, int, int]:
+def without_sockets(folder: str, tiers: dict[str, str], wide: int) -> tuple[int, int, int, int]:
     """Train without collectives of gloo for weights and gradients.
 
-    Return this rank's part of the resident shared memory, the bytes of all weights, the bytes of gradients under way,
-    and the bytes of the plan for slots.
+    Return this rank's part of the resident shared memory, the bytes of all weights, the bytes of gradients and slots
+    that the ranks share, and the bytes of the plan for slots and weights that they do not share.
     """
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("weights or gradients go over sockets")
 
-    model = offloaded("", HOST, times=(wide, wide))
+    model = offloaded(folder, tiers, times=(wide, wide))
     collectives.begin_gather = collectives.begin_all_to_all = refuse
     optim = infinity.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
@@ -255,19 +256,26 @@ def without_sockets(wide: int) -> tuple[int, int, int, int]:
     dist.barrier()
     coordinator = registry.coordinator_of(model)
     weights, arena = coordinator.resources.weights, coordinator.plan.layout.arena
-    assert isinstance(weights, SharedHomes)
+    assert isinstance(weights, SharedHomes | SharedWindow)
     part = _resident(weights, "Pss:")
     dist.barrier()
     every = sum(unit.full.home_bytes for unit in coordinator.units)
     infinity.close(model)
-    return part, every, arena.shared_exchange, arena.transfers + arena.weights
+    return part, every, arena.shared_exchange + arena.shared_transfers, arena.transfers + arena.weights
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_ranks_together_have_one_copy_of_the_weights_and_nothing_of_it_crosses_sockets(count: int) -> None:
-    parts, every, exchange, private = zip(*run(count, without_sockets, 64), strict=True)
+    parts, every, beside, private = zip(*run(count, without_sockets, "", HOST, 64), strict=True)
     assert set(private) == {0}
-    assert every[0] <= sum(parts) <= 1.05 * every[0] + sum(exchange)
+    assert every[0] <= sum(parts) <= 1.05 * every[0] + sum(beside)
+
+
+def test_weights_on_nvme_pass_through_shared_slots_and_nothing_of_them_crosses_sockets(tmp_path: Path) -> None:
+    tiers = {"weights": "nvme", "optimizer": "nvme"}
+    parts, _, beside, private = zip(*run(2, without_sockets, str(tmp_path), tiers, 64), strict=True)
+    assert set(private) == {0}
+    assert sum(beside) / 2 < sum(parts) <= 1.05 * sum(beside)
 
 
 def alone_for(seconds: float, acts: bool) -> str:
@@ -303,8 +311,6 @@ def with_nvme(folder: str, wires: list[str]) -> str:
     return ""
 
 
-def test_a_wire_that_the_weights_or_the_other_ranks_do_not_have_is_refused(tmp_path: Path) -> None:
-    for told in run(2, with_nvme, str(tmp_path / "one"), ["host", "host"]):
-        assert "ranks.wire: host needs all weights in RAM: set weights: host, or ranks.wire: auto" in told
+def test_a_wire_that_the_other_ranks_do_not_have_is_refused(tmp_path: Path) -> None:
     for told in run(2, with_nvme, str(tmp_path / "two"), ["auto", "gloo"]):
         assert "rank 1 has ranks.wire: gloo, and rank 0 has auto: give all ranks the same config" in told

@@ -34,10 +34,14 @@ class Memory:
 
 
 class World(SingleProcessWorld):
-    """World of one rank. Attributes: failures: texts of the failures that the rank has told."""
+    """World of a rank whose peers say what it says. Attributes: failures: texts of the failures that it has told."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self.failures: list[str] = []
+
+    def tell(self, name: str, told: Any) -> list[Any]:
+        return [told] * self._count
 
     def fail(self, error: BaseException) -> None:
         self.failures.append(str(error))
@@ -49,7 +53,7 @@ def shared(count: int, units: list[Unit] | None = None) -> list[SharedHomes]:
     memory: Any = Memory(fd)
     units = units or [unit_of(0, (4,)), unit_of(1, (2, 3))]
     made = [
-        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), World(), EXCHANGE_BYTES)
+        SharedHomes(memory, units, RankPartition(count, rank, SLICE_NUMEL), World(count), EXCHANGE_BYTES)
         for rank in range(count)
     ]
     os.close(fd)

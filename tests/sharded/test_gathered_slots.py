@@ -11,6 +11,7 @@ import torch
 
 from infinity import _native
 from infinity.io.arena import PinnedArena
+from infinity.sharded.gather_memory import HostMemories
 from infinity.sharded.gathered_slots import GatheredSlotPool
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import RankPartition, Shard
@@ -116,7 +117,7 @@ def model() -> Model:
         homes.append(WeightsHome(tuple(groups), shard.local.home_bytes, shard.local))
     resources: Any = _Resources(arena, decoder, [_Homes(home) for home in homes])
     queue: Any = Queue()
-    return Model(GatheredSlotPool(resources, queue, shards), homes, decoder, queue, said)
+    return Model(GatheredSlotPool(resources, queue, shards, HostMemories(resources)), homes, decoder, queue, said)
 
 
 @dataclass
@@ -126,7 +127,7 @@ class _Homes:
 
 @dataclass
 class _Resources:
-    arena: PinnedArena
+    transfers: PinnedArena
     decoding: Decoder
     units: list[_Homes]
     secondary: Any = None

@@ -12,6 +12,7 @@ import torch
 
 from infinity.errors import PeerError
 from infinity.io.arena import PinnedArena
+from infinity.ranks.operations import HostCopies
 from infinity.sharded.mailboxes import Mailboxes
 from tests import sampling
 from tests.sharded.sharing import EXCHANGE_BYTES, shared
@@ -48,7 +49,7 @@ def test_every_rank_gets_the_pieces_of_the_same_exchange(count: int) -> None:
     """Each rank waits at random places, and overwrites its region as soon as an exchange has ended."""
     homes = shared(count)
     boxes = [each.mailboxes for each in homes]
-    leases = [box.space.lease(count * NBYTES, "a box") for box in boxes]
+    leases = [each.gradients.lease(count * NBYTES, "a box") for each in homes]
     rounds = sampling.number(40, 6)
 
     def act(rank: int, check: Callable[[], None]) -> None:
@@ -62,7 +63,7 @@ def test_every_rank_gets_the_pieces_of_the_same_exchange(count: int) -> None:
                 mine[to * NBYTES : (to + 1) * NBYTES] = (16 * rank + 4 * to + number) % 251
             pieces = torch.zeros(count, NBYTES, dtype=torch.uint8)
             places = [each.place(its, rank * NBYTES) for each, its in zip(boxes, leases, strict=True)]
-            box.exchange(places, list(pieces.unbind()), check)
+            box.exchange(places, list(pieces.unbind()), HostCopies(), check)
             mine.fill_(255)
             for sender in range(count):
                 assert pieces[sender].unique().tolist() == [(16 * sender + 4 * rank + number) % 251]
@@ -80,7 +81,7 @@ def test_a_rank_that_waits_asks_whether_another_has_failed() -> None:
         raise PeerError("rank 1 died", (1,))
 
     with pytest.raises(PeerError, match="rank 1 died"):
-        box.exchange([0, 0], [torch.empty(0, dtype=torch.uint8)] * 2, failed)
+        box.exchange([0, 0], [torch.empty(0, dtype=torch.uint8)] * 2, HostCopies(), failed)
     for each in homes:
         each.close()
 
@@ -88,10 +89,8 @@ def test_a_rank_that_waits_asks_whether_another_has_failed() -> None:
 def test_memory_elsewhere_has_no_place() -> None:
     homes = shared(2)
     box = homes[1].mailboxes
-    lease = box.space.lease(NBYTES, "a box")
-    assert box.place(lease, 8) == homes[0].mailboxes.place(homes[0].mailboxes.space.lease(NBYTES, "a box"), 8) + (
-        EXCHANGE_BYTES
-    )
+    first, second = (each.gradients.lease(NBYTES, "a box") for each in homes)
+    assert box.place(second, 8) == homes[0].mailboxes.place(first, 8) + EXCHANGE_BYTES
     assert box.place(PinnedArena(NBYTES).lease(NBYTES, "another"), 8) == -1
     for each in homes:
         each.close()

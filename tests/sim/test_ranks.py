@@ -18,7 +18,12 @@ from tests.runtime.over_ranks import train
 from tests.sim.fixtures import Simulation
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 
-TIERS = [{"weights": "host", "optimizer": "host"}, {"weights": "host", "optimizer": "nvme"}]
+TIERS = [
+    {"weights": "host", "optimizer": "host"},
+    {"weights": "host", "optimizer": "nvme"},
+    {"weights": "nvme", "optimizer": "nvme"},
+    {"weights": "nvme", "optimizer": "host"},
+]
 
 
 def on_device(

@@ -34,7 +34,7 @@ GROUPS = [(1,), (2, 1), (1, 1), (4,)]
 
 def pool_of(arena: Any) -> tuple[HostSlotPool, Store]:
     store = Store()
-    below: Any = SimpleNamespace(arena=arena, require_store=lambda: store)
+    below: Any = SimpleNamespace(transfers=arena, require_store=lambda: store)
     return HostSlotPool(below), store
 
 

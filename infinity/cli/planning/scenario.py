@@ -18,7 +18,7 @@ from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import DECODING_SCRATCH_BYTES, NO_PEERS, PeerFacts
+from infinity.plan.plan_input import DECODING_SCRATCH_BYTES, NO_PEERS, PeerFacts, Sharing
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan, require_shared
 from infinity.plan.step_time import StepTimePrediction, predict
 from infinity.quoting import quoted
@@ -188,8 +188,8 @@ class PlanScenario:
         peers = NO_PEERS
         if self.ranks > 1:
             near = RankPartition(1, 0) if config.ranks.gather == "none" else None
-            shared = config.ranks.wire != "gloo"
-            peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near, shared=shared)
+            sharing: Sharing = "nothing" if config.ranks.wire == "gloo" else "weights"
+            peers = PeerFacts(RankPartition(self.ranks, 0), self.ranks, near=near, sharing=sharing)
         facts = StepFacts(batch or self._batch(config), self.machine, self.clips)
         plan = make_plan(
             found.units,

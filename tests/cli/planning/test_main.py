@@ -218,12 +218,16 @@ def test_copies_of_all_weights_are_read_once_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("nvme", "several ranks on GPUs need all weights in RAM"), ("device", "weights: device")]
+    ("setting", "message"),
+    [
+        ("ranks.wire=gloo", "several ranks on GPUs pass weights through memory that they share"),
+        ("weights=device", "weights: device"),
+    ],
 )
 def test_a_plan_refuses_what_ranks_with_devices_refuse(
-    weights: str, message: str, capsys: pytest.CaptureFixture[str]
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["plan", "--model", "llama-3-8b", "--machine", "8xh200", "--set", f"weights={weights}", "optimizer=nvme"]
+    options = ["plan", "--model", "llama-3-8b", "--machine", "8xh200", "--set", setting, "optimizer=nvme"]
     assert main(options) == 1
     assert message in capsys.readouterr().out
 
