@@ -311,7 +311,8 @@ class PlanInput:
         """Host memory for gradients on their way to the ranks that own them."""
         if not self.limits.slice_count:
             return 0
-        return exchange_bytes([(unit.full, unit.local) for unit in self.units], self.limits.slice_count)
+        senders = self.limits.slice_count - (self.limits.sharing != "nothing")  # its own piece a rank has in its box
+        return exchange_bytes([(unit.full, unit.local) for unit in self.units], senders)
 
     @cached_property
     def commit_bytes(self) -> int:
@@ -427,7 +428,7 @@ def scratch_bytes(resident: Iterable[UnitBytes]) -> int:
     return round_up(_SCRATCH_ITEMSIZE * min(numel, _SCRATCH_NUMEL), PAGE_BYTES)
 
 
-def exchange_bytes(units: Sequence[tuple[Unit, Unit]], count: int) -> int:
+def exchange_bytes(units: Sequence[tuple[Unit, Unit]], senders: int) -> int:
     """Return the bytes for gradients on their way to the ranks that own them.
 
     There is room for the gradients of the two largest units: the gradients that a rank sends, and the gradients that
@@ -436,11 +437,10 @@ def exchange_bytes(units: Sequence[tuple[Unit, Unit]], count: int) -> int:
 
     Args:
         units: each complete unit, and the slice of it that this rank keeps. Those of rank 0 are the longest.
-        count: number of ranks.
+        senders: number of ranks whose gradients for its slice this rank receives.
     """
     staying = sum(unit.gradient_bytes for unit, _ in units if unit.stays)
-    # Every rank sends its gradients for this rank's slice.
-    boxes = [unit.gradient_bytes + count * local.gradient_bytes for unit, local in units]
+    boxes = [unit.gradient_bytes + senders * local.gradient_bytes for unit, local in units]
     return sum(sorted(boxes)[-2:]) + staying
 
 

@@ -44,7 +44,7 @@ from infinity.errors import PeerError
 from infinity.quoting import raised
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import OperationHeader
-from infinity.ranks.operations import AllGather, CollectiveOperation, ControlMessage
+from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.watch import Trouble
 
@@ -423,12 +423,15 @@ class CollectiveQueue:
             if isinstance(moved, AllGather):
                 self._works = collectives.begin_gather(moved, group, talking)
             else:
-                self._works = collectives.begin_all_to_all(moved, talking)
+                whole = moved if moved.shared is None else moved.over_sockets(self._ranks.rank)
+                self._works = collectives.begin_all_to_all(whole, talking)
         except RuntimeError as error:
             raise self._inquire("connection", begun.what, _first_words(error)) from error
         self._begin_next(wait=False)
         self._await(self._works, begun.what)
         self._works = []
+        if isinstance(moved, AllToAll) and moved.shared is not None:
+            moved.take(whole, self._ranks.rank)
         return []
 
     def _tell_all(self, payload: bytes, what: str, lengths: list[int] | None = None) -> list[bytes]:

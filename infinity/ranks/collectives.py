@@ -30,17 +30,25 @@ def check(operation: CollectiveOperation, gather: RankGroup, shard: RankGroup) -
     """Check the buffers of a collective. Raises ValueError or NotAvailableError if a buffer is not suitable."""
     moved = operation.collective
     if isinstance(moved, AllGather):
-        _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
+        group = gather if moved.near else shard
+        # A buffer without this rank's slice is filled from shared memory only, and may be on a device.
+        _check_buffer(operation, "buffer", moved.buffer, moved.slices, group, in_host=moved.in_buffer)
     elif isinstance(moved, AllToAll):
         _check_buffer(operation, "send", moved.send, moved.send_splits, shard)
         _check_buffer(operation, "receive", moved.receive, moved.receive_splits, shard)
 
 
 def _check_buffer(
-    operation: CollectiveOperation, which: str, buffer: torch.Tensor, sizes: Sequence[int], group: RankGroup
+    operation: CollectiveOperation,
+    which: str,
+    buffer: torch.Tensor,
+    sizes: Sequence[int],
+    group: RankGroup,
+    *,
+    in_host: bool = True,
 ) -> None:
     where = f"{which} of {operation.name}"
-    if buffer.device.type != "cpu":
+    if in_host and buffer.device.type != "cpu":
         raise NotAvailableError(f"{where} is on {buffer.device}: ranks exchange host memory only")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"{where} is {buffer.dtype} of shape {tuple(buffer.shape)}: flat, contiguous bytes are needed")

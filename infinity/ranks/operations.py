@@ -105,7 +105,8 @@ class AllToAll:
             written, one after the other.
         receive_splits: bytes of each piece in `receive`.
         shared: place of `send` in memory that all ranks share; None if the ranks share no memory. With `shared`,
-            `send_splits` are the same on all ranks.
+            `send_splits` are the same on all ranks, and `receive` has no room for this rank's own piece, which is in
+            `send`.
     """
 
     send: torch.Tensor
@@ -117,6 +118,20 @@ class AllToAll:
     def shared_pieces(self, rank: int) -> tuple[int, Sequence[torch.Tensor]]:
         """See AllGather.shared_pieces."""
         return sum(self.send_splits[:rank]), self.receive.split(list(self.receive_splits))
+
+    def over_sockets(self, rank: int) -> AllToAll:
+        """Return the same exchange with room for all pieces in memory of its own, for ranks whose pieces are not all in
+        the shared memory."""
+        sizes = list(self.receive_splits)
+        sizes[rank] = self.send_splits[rank]
+        return AllToAll(self.send, self.send_splits, self.send.new_empty(sum(sizes)), sizes)
+
+    def take(self, whole: AllToAll, rank: int) -> None:
+        """Copy the pieces that `over_sockets` has received."""
+        pieces = whole.receive.split(list(whole.receive_splits))
+        for other, into in enumerate(self.receive.split(list(self.receive_splits))):
+            if other != rank:
+                into.copy_(pieces[other])
 
 
 @dataclass(frozen=True)

@@ -177,21 +177,21 @@ class GradientOutbox:
         if not shard.full.trainable_groups:
             return
         box = self._boxes.get(index) or self._begin(index)
-        mine = sum(_mine_bytes(shard, group_index) for group_index in trained(shard))
-        received = self._lease(shard.cut.count * mine) if mine else None
+        mine, senders = sum(_mine_bytes(shard, group_index) for group_index in trained(shard)), self._senders(shard)
+        received = self._lease(len(senders) * mine) if mine else None
         del self._boxes[index]
         tickets, at = [], 0
         for group_index in trained(shard):
             group = shard.full.groups[group_index]
             landed = [landing.require_landed for landing in box.landings(group_index)]
-            itemsize = group.dtype.itemsize
-            nbytes = shard.cut.count * _mine_bytes(shard, group_index)
+            itemsize, of_each = group.dtype.itemsize, _mine_bytes(shard, group_index)
+            nbytes = len(senders) * of_each
             operation = CollectiveOperation(
                 AllToAll(
                     _flat(box.lease, shard, group_index).view(torch.uint8),
                     [(end - begin) * itemsize for begin, end in shard.slices[group_index]],
                     _bytes_of(received, at, nbytes),
-                    [_mine_bytes(shard, group_index)] * shard.cut.count,
+                    [of_each * (rank in senders) for rank in range(shard.cut.count)],
                     self._shared_place(box.lease, shard, group_index),
                 ),
                 shard.full.index,
@@ -201,6 +201,11 @@ class GradientOutbox:
             tickets.append(self._collectives.submit(operation))
             at += nbytes
         self._on_way.append(_GradientsInFlight(shard, box, complete, received, tickets))
+
+    def _senders(self, shard: Shard) -> list[int]:
+        """Return the ranks whose pieces need memory. In shared memory, this rank's own piece stays in its box."""
+        own = shard.cut.index if self._mailboxes is not None else -1
+        return [rank for rank in range(shard.cut.count) if rank != own]
 
     def _shared_place(self, lease: Lease, shard: Shard, group_index: int) -> SharedPlace | None:
         """Return the place of the gradients of a group in memory that all ranks share; None without such memory."""
@@ -234,27 +239,35 @@ class GradientOutbox:
 
     def _land(self, arrived: _GradientsInFlight) -> None:
         shard, at = arrived.shard, 0
+        senders = self._senders(shard)
         self._before_landing(shard.full.index)
         self._on_way.popleft()
         try:
             for group_index in trained(shard):
-                group, local = shard.full.groups[group_index], shard.local.groups[group_index]
-                nbytes = _mine_bytes(shard, group_index)
-                for _ in range(shard.cut.count):  # rank by rank
-                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)
-                    at += nbytes
-                    for piece in local.specs:
-                        self._local[shard.full.index].groups[group_index].land(
-                            piece,
-                            flat[piece.offset : piece.offset + piece.numel],
-                            accumulate=True,  # added to the present gradient; dropped gradients are no longer there
-                        )
+                nbytes, dtype = _mine_bytes(shard, group_index), shard.full.groups[group_index].dtype
+                begin, end = shard.mine(group_index)
+                for rank in range(shard.cut.count):  # in the order of the ranks
+                    if rank in senders:
+                        flat = _bytes_of(arrived.received, at, nbytes).view(dtype)
+                        at += nbytes
+                    else:
+                        flat = _flat(arrived.box.lease, shard, group_index)[begin:end]
+                    self._land_piece(shard, group_index, flat)
         finally:
             if arrived.received is not None:
                 arrived.received.release()
             arrived.box.lease.release()
         if arrived.complete:
             self._completed.append(shard.full.index)
+
+    def _land_piece(self, shard: Shard, group_index: int, flat: torch.Tensor) -> None:
+        """Land the gradients of one rank for this rank's slice of a group."""
+        for piece in shard.local.groups[group_index].specs:
+            self._local[shard.full.index].groups[group_index].land(
+                piece,
+                flat[piece.offset : piece.offset + piece.numel],
+                accumulate=True,  # added to the present gradient; dropped gradients are no longer there
+            )
 
     def take_completed(self) -> list[int]:
         """Return the units whose gradients of a backward pass have all landed, as far as this rank knows. Each unit is

@@ -25,6 +25,7 @@ from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.ranks.ranks import Ranks
 from infinity.ranks.shared_memory import open_shared_memory
 from infinity.ranks.world import MultiRankWorld
+from infinity.sharded.mailboxes import Mailboxes
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sharded.shared_window import SharedWindow
 from tests.ranks.workers import ended, run
@@ -276,6 +277,23 @@ def test_weights_on_nvme_pass_through_shared_slots_and_nothing_of_them_crosses_s
     parts, _, beside, private = zip(*run(2, without_sockets, str(tmp_path), tiers, 64), strict=True)
     assert set(private) == {0}
     assert sum(beside) / 2 < sum(parts) <= 1.05 * sum(beside)
+
+
+def elsewhere(folder: str, config: dict[str, str]) -> Any:
+    """Train with no slice of rank 1 in the shared memory, as if views of earlier weights kept all of it."""
+    if dist.get_rank() == 1:
+        Mailboxes.place = lambda *_: -1  # type: ignore[method-assign]
+    return train(folder, config, 2, 2, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("weights", ["host", "nvme"])
+def test_slices_that_are_not_in_the_shared_memory_go_over_sockets_to_the_same_bits(
+    tmp_path: Path, weights: str
+) -> None:
+    config = {"weights": weights, "optimizer": "nvme"}
+    losses, norms, values = train(str(tmp_path / "one"), config, 2, 2, dtype="bfloat16")
+    for rank, found in enumerate(run(2, elsewhere, str(tmp_path / "all"), config)):
+        assert found == (losses[rank::2], norms, values)
 
 
 def alone_for(seconds: float, acts: bool) -> str:
