@@ -250,8 +250,9 @@ class SwapConfig(_Section):
     """Whether the experts of a mixture are fetched, updated and released apart. apart: each expert is a unit (small
     experts: a few together), and only the weights of the experts that a batch is routed to are fetched. together: all
     experts of a layer are one unit with the rest of the layer. auto: apart, if the model computes its experts with
-    transformers' grouped_mm. With several ranks, experts are together. Never changes a bit of the result on the CPU,
-    unless experts have adapters (docs/exact.md)."""
+    transformers' grouped_mm, and with several ranks only with weights: host. Several ranks with experts apart share
+    all weights in RAM (ranks.wire). Never changes a bit of the result on the CPU, unless experts have adapters
+    (docs/exact.md)."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
     """Form in which frozen weights of blocks are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not encoded; weights keep
     their own dtype (bf16 or another one), and a quantized checkpoint is decoded once. auto: in the form that the

@@ -155,7 +155,7 @@ class Plan:
 
 def _experts(layout: StorageLayout, budgets: Budgets) -> list[str]:
     """Return the log's line about experts that are units; [] without such experts."""
-    sizes = [unit.local.weight_bytes for unit in layout.units if unit.local.routed]
+    sizes = [unit.full.weight_bytes for unit in layout.units if unit.full.routed]
     if not sizes:
         return []
     slots = f"; {budgets.slot_bytes // max(sizes)} of them in slots" if budgets.slot_bytes else ""

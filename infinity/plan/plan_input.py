@@ -17,7 +17,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
 from infinity.state.shard import RankPartition
-from infinity.state.unit import FlatParameterGroup, Unit
+from infinity.state.unit import FlatParameterGroup, Unit, experts_of
 
 WEIGHT_SHARE_OF_DEVICE = 0.5
 """Share of memory.device for weights, if it is not known how many bytes the activations need."""
@@ -433,7 +433,8 @@ def exchange_bytes(units: Sequence[tuple[Unit, Unit]], senders: int) -> int:
 
     There is room for the gradients of the two largest units: the gradients that a rank sends, and the gradients that
     arrive from all ranks. There is also room for the gradients of the units that stay on the device, because these
-    gradients are sent last.
+    gradients are sent last, and for those of all experts of a block, because these are sent when the backward of the
+    block has ended.
 
     Args:
         units: each complete unit, and the slice of it that this rank keeps. Those of rank 0 are the longest.
@@ -441,7 +442,9 @@ def exchange_bytes(units: Sequence[tuple[Unit, Unit]], senders: int) -> int:
     """
     staying = sum(unit.gradient_bytes for unit, _ in units if unit.stays)
     boxes = [unit.gradient_bytes + senders * local.gradient_bytes for unit, local in units]
-    return sum(sorted(boxes)[-2:]) + staying
+    sizes = {unit.index: unit.gradient_bytes for unit, _ in units}
+    experts = experts_of([unit for unit, _ in units]).values()
+    return sum(sorted(boxes)[-2:]) + staying + max((sum(map(sizes.__getitem__, each)) for each in experts), default=0)
 
 
 def secondary_bytes(units: Iterable[Unit], near: RankPartition) -> int:

@@ -117,8 +117,17 @@ def make_plan(
 
 
 def require_shared(plan: Plan, config: SwapConfig) -> None:
-    """Check that ranks share memory if they have devices. Raises PlanError if they do not."""
+    """Check that ranks share what they must share: memory if they have devices, and all weights if experts are apart.
+
+    Raises:
+        PlanError: they do not share it.
+    """
     limits = plan.budgets.limits
+    if limits.gathers and any(unit.full.routed for unit in plan.layout.units):
+        raise PlanError(
+            "the experts are apart, and several ranks fetch different experts. So they must share all weights in RAM, "
+            "and here they do not. Set weights: host and ranks.wire: auto, or experts: together in a new run."
+        )
     if limits.gathers and limits.sharing == "nothing" and not limits.in_place:
         raise PlanError(
             f"several ranks on GPUs pass weights through memory that they share, and the swap config has ranks.wire: "

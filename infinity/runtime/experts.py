@@ -37,8 +37,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from infinity.config import SwapConfig
 from infinity.coordinator import registry
-from infinity.errors import ModelError, ResumeError, StaleWeightsError
+from infinity.errors import ModelError, StaleWeightsError
 from infinity.ranks.ranks import has_others
 from infinity.runtime.expert_adapters import (
     TileAdapter,
@@ -63,18 +64,38 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _KEYS = frozenset(name + suffix for name in _STACKS for suffix in ("", "_bias"))
 
 
-def cut_banks(model: nn.Module, choice: ExpertsName) -> None:
+def why_together(config: SwapConfig, *, several: bool | None = None) -> str:
+    """Return why all experts stay together with this config; "" if they need not.
+
+    Each rank fetches the experts that its own tokens are routed to. So ranks must be able to fetch without each other,
+    as they can if they share all weights.
+
+    Args:
+        config: the swap config.
+        several: whether there are several ranks; None: look at the ranks of this process.
+    """
+    if not (has_others() if several is None else several):
+        return ""
+    if config.ranks.wire == "gloo":
+        return "with several ranks and ranks.wire: gloo, all ranks fetch the same weights"
+    if config.experts == "auto" and config.weights != "host":
+        return "several ranks certainly share all weights only with weights: host"
+    return ""
+
+
+def cut_banks(model: nn.Module, choice: ExpertsName, reason: str = "") -> None:
     """Make the modules of experts in a model banks, in place. One line of the log says where experts stay together.
 
     Args:
         model: the model.
         choice: value of `experts` in the config.
+        reason: why all experts stay together (why_together); "" if they need not.
     """
     found = {module: why for module in model.modules() if (why := why_no_bank(module)) is not None}
     if choice == "together" or not found:
         return
-    if has_others():
-        found = dict.fromkeys(found, "there are several ranks")
+    if reason:
+        found = dict.fromkeys(found, reason)
     wrappers = wrappers_of(model)
     for module, why in found.items():
         of = wrappers.get(module, ())
@@ -160,8 +181,6 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
 
     Raises:
         ModelError: the experts of the earlier run were apart, and cannot be apart in this model.
-        ResumeError: the experts of the earlier run were apart, and there are several ranks. Each rank would fetch the
-            experts that its own tokens are routed to, and fetches of several ranks are collectives.
     """
     tile_as_linear(model, shapes)
     begins: dict[str, set[int]] = {}
@@ -171,11 +190,6 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     for name, found in begins.items():
         module = modules.get(name)
         if module is not None and why_no_bank(module) == "" and max(found) < _experts(module):
-            if has_others():
-                raise ResumeError(
-                    f"in the run, the experts of '{name}' were apart, and with several ranks experts are together. "
-                    "Resume with one process, without torchrun."
-                )
             if why := why_not_adapted(wrappers.get(module, ())):
                 raise ModelError(f"each expert of '{name}' was a unit in the earlier run, and cannot be one now: {why}")
             make_bank(module, sorted(found), wrappers.get(module, ()))

@@ -28,7 +28,7 @@ from infinity.runtime.accumulation_methods import MethodHandle, give_methods
 from infinity.runtime.auto_tile import tile_to_fit
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.deferred_parameters import is_a_deferred, values_of
-from infinity.runtime.experts import cut_banks
+from infinity.runtime.experts import cut_banks, why_together
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     ParameterHooks,
@@ -111,7 +111,7 @@ def offload(
 def offload_on(model: Model, terms: OffloadArguments, source: Source | None = None) -> Model:
     """Do the work of offload(), with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
-    cut_banks(model, terms.config.experts)
+    cut_banks(model, terms.config.experts, why_together(terms.config))
 
     def attempt() -> Model:
         return offload_values(model, terms, None if source is None else by_rows(model, source))

@@ -14,7 +14,7 @@ from infinity.errors import NotAvailableError, PeerError
 from infinity.ranks.collective_queue import CollectiveQueue
 from infinity.sharded.outbox import GradientOutbox, trained
 from infinity.state.shard import Shard
-from infinity.state.unit import ParameterPlace, ParameterSpec
+from infinity.state.unit import ParameterPlace, ParameterSpec, experts_of
 from infinity.units.accumulated_gradients import total_of
 from infinity.units.gradients import GroupGradients, Named, StepAgreement, UnitGradients, sum_of
 
@@ -309,6 +309,8 @@ class MultiRankGradients:
             for index in trained(shard)
         }
         self._trained = [shard.full.index for shard in shards if trained(shard)]
+        self._routed = {shard.full.index for shard in shards if shard.full.routed}
+        self._experts = experts_of([shard.full for shard in shards])
 
     @property
     def elsewhere(self) -> Set[str]:
@@ -343,11 +345,16 @@ class MultiRankGradients:
     def backward_left(self, units: Iterable[int]) -> None:
         """Send the gradients of these units, and land all boxes that have arrived.
 
+        The gradients of experts wait until the backward of their block has ended, because each rank's tokens are routed
+        to other experts. Then all ranks send the gradients of all experts of the block.
+
         Raises:
             PeerError: another rank failed.
         """
         for index in units:
-            self._outbox.send(index, complete=self._units[index].arrivals.all_came)
+            if index not in self._routed:
+                for each in (*self._experts.get(index, ()), index):
+                    self._outbox.send(each, complete=self._units[each].arrivals.all_came)
         self._outbox.land_arrived()
 
     def before_landing(self, index: int, /) -> None:

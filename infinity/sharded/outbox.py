@@ -42,14 +42,21 @@ class _UnsentGradients:
     """Gradients of one unit that have not been sent yet.
 
     Attributes:
-        lease: memory of the gradients of all trained groups of the unit.
+        lease: memory of the gradients of all trained groups of the unit; None as long as all gradients that arrived are
+            zeros without memory.
         names: names of the parameters whose gradients have arrived.
         downloads: downloads from the device to `lease`, by group; empty if the gradients come from host memory.
     """
 
-    lease: Lease
+    lease: Lease | None = None
     names: set[str] = field(default_factory=set)
     downloads: dict[int, GroupGradientDownload] = field(default_factory=dict)
+
+    def memory(self) -> Lease:
+        """Return the memory of the gradients."""
+        if self.lease is None:
+            raise AssertionError("a box without memory")
+        return self.lease
 
     def landings(self, group_index: int) -> list[GradientLanding]:
         """Send the gradients of a group from the device to the box, and return all landings in flight."""
@@ -118,13 +125,16 @@ class GradientOutbox:
             PeerError: another rank failed.
         """
         index, spec, group = place.unit.index, place.spec, place.group
-        box = self._boxes.get(index) or self._begin(index)
+        box = self._boxes.setdefault(index, _UnsentGradients())
+        if gradient.is_sparse and not gradient._nnz() and spec.name not in box.names:
+            return  # zeros of an expert without tokens; `send` fills what has not arrived with zeros
+        self._give_memory(box, index)
         if self._queue is not None and spec.numel and not gradient.is_sparse and spec.name not in box.names:
             self._pack(self._queue, box, place, gradient)
             return
         for landing in box.landings(place.group_index):
             landing.require_landed()
-        flat = _flat(box.lease, self._shards[index], place.group_index)[spec.offset : spec.offset + spec.numel]
+        flat = _flat(box.memory(), self._shards[index], place.group_index)[spec.offset : spec.offset + spec.numel]
         values = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         values = values.reshape(-1).to("cpu", group.dtype)
         if spec.name in box.names:
@@ -142,15 +152,15 @@ class GradientOutbox:
         if download.packed is not None and not download.packed.takes(place.spec, add=False):
             download.send()
         if download.packed is None:
-            target = _memory(box.lease, self._shards[place.unit.index], place.group_index)
+            target = _memory(box.memory(), self._shards[place.unit.index], place.group_index)
             download.begin(target, group.dtype, summed=False)
         if download.packed is not None:
             queue.pack(download.packed, place.spec, gradient.detach(), add=False)
         box.names.add(place.spec.name)
 
-    def _begin(self, index: int) -> _UnsentGradients:
-        box = self._boxes[index] = _UnsentGradients(self._lease(self._shards[index].full.gradient_bytes))
-        return box
+    def _give_memory(self, box: _UnsentGradients, index: int) -> None:
+        if box.lease is None:
+            box.lease = self._lease(self._shards[index].full.gradient_bytes)
 
     def _lease(self, nbytes: int) -> Lease:
         while True:
@@ -176,7 +186,8 @@ class GradientOutbox:
         shard = self._shards[index]
         if not shard.full.trainable_groups:
             return
-        box = self._boxes.get(index) or self._begin(index)
+        box = self._boxes.setdefault(index, _UnsentGradients())
+        self._give_memory(box, index)
         mine, senders = sum(_mine_bytes(shard, group_index) for group_index in trained(shard)), self._senders(shard)
         received = self._lease(len(senders) * mine) if mine else None
         del self._boxes[index]
@@ -188,11 +199,11 @@ class GradientOutbox:
             nbytes = len(senders) * of_each
             operation = CollectiveOperation(
                 AllToAll(
-                    _flat(box.lease, shard, group_index).view(torch.uint8),
+                    _flat(box.memory(), shard, group_index).view(torch.uint8),
                     [(end - begin) * itemsize for begin, end in shard.slices[group_index]],
                     _bytes_of(received, at, nbytes),
                     [of_each * (rank in senders) for rank in range(shard.cut.count)],
-                    self._shared_place(box.lease, shard, group_index),
+                    self._shared_place(box.memory(), shard, group_index),
                 ),
                 shard.full.index,
                 f"the gradients of unit '{shard.full.name}'",
@@ -251,12 +262,12 @@ class GradientOutbox:
                         flat = _bytes_of(arrived.received, at, nbytes).view(dtype)
                         at += nbytes
                     else:
-                        flat = _flat(arrived.box.lease, shard, group_index)[begin:end]
+                        flat = _flat(arrived.box.memory(), shard, group_index)[begin:end]
                     self._land_piece(shard, group_index, flat)
         finally:
             if arrived.received is not None:
                 arrived.received.release()
-            arrived.box.lease.release()
+            arrived.box.memory().release()
         if arrived.complete:
             self._completed.append(shard.full.index)
 
@@ -315,7 +326,7 @@ def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
 
 
 def _zero_missing(box: _UnsentGradients, shard: Shard, group_index: int) -> None:
-    flat = _flat(box.lease, shard, group_index)
+    flat = _flat(box.memory(), shard, group_index)
     for spec in shard.full.groups[group_index].specs:
         if spec.name not in box.names:
             flat[spec.offset : spec.offset + spec.numel].zero_()

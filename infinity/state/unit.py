@@ -17,7 +17,7 @@ slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -201,6 +201,20 @@ class ParameterPlace:
     @cached_property
     def group(self) -> FlatParameterGroup:
         return self.unit.groups[self.group_index]
+
+
+def experts_of(units: Sequence[Unit]) -> dict[int, list[int]]:
+    """Return the units of the experts in each unit's module, by the index of the unit; only for units that have any."""
+    found: dict[int, list[int]] = {}
+    names = {unit.name: unit.index for unit in units if not unit.routed}
+    for unit in units:
+        if unit.routed:
+            parts = unit.name.split(".")
+            around = (names.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
+            parent = next((index for index in around if index is not None), None)
+            if parent is not None:
+                found.setdefault(parent, []).append(unit.index)
+    return found
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ _STORES = "tests/sharded/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
 _GROUPS = "tests/runtime/test_gather_groups.py"
+_EXPERTS = "tests/runtime/test_rank_experts.py"
 _GATHERED = "tests/sharded/test_gathered_slots.py"
 _ENCODED = "tests/runtime/test_ranks_encoded.py"
 _BEGIN = "tests/runtime/test_ranks_begin.py"
@@ -168,11 +169,18 @@ OF_RANKS = [
         (_ENCODED, "-k", "goes_on_with_any_number"),
     ),
     Mutant(
-        "experts that were apart go on in one process only",
-        "infinity/runtime/experts.py",
-        "            if has_others():\n",
-        "            if False:\n",
-        (_ENCODED, "-k", "experts_that_were_apart"),
+        "experts that are apart need weights that all ranks share",
+        "infinity/plan/planner.py",
+        "    if limits.gathers and any(unit.full.routed for unit in plan.layout.units):\n",
+        "    if False:\n",
+        (_EXPERTS, "-k", "need_weights"),
+    ),
+    Mutant(
+        "ranks send the gradients of all experts in one order",
+        "infinity/sharded/multi_rank_gradients.py",
+        "            if index not in self._routed:\n",
+        "            if True:\n",
+        (_EXPERTS, "-k", "one_process"),
     ),
     Mutant(
         "auto keeps copies where all ranks have room for them",

@@ -18,6 +18,7 @@ import infinity
 from infinity.runtime import micro_batches
 from infinity.sharded import rank_agreement
 from infinity.tiers import activations
+from tests.mixture import Mixture
 from tests.ranks.workers import run
 
 WIDTH, DEPTH, TOKENS = 96, 3, 8
@@ -31,20 +32,22 @@ class Block(nn.Module):
 
     Args:
         times: inner width, in multiples of the outer width.
+        experts: number of experts of a mixture; 0: no mixture.
     """
 
-    def __init__(self, dtype: torch.dtype, times: int, *, recomputed: bool) -> None:
+    def __init__(self, dtype: torch.dtype, times: int, *, recomputed: bool, experts: int = 0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
         self.up = nn.Linear(WIDTH, times * WIDTH, dtype=dtype)
         self.down = nn.Linear(times * WIDTH, WIDTH, dtype=dtype)
+        self.mixture = Mixture(WIDTH, inner=WIDTH, experts=experts, shared=True).to(dtype) if experts else nn.Identity()
         self.recomputed = recomputed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + (checkpoint(self._mix, x, use_reentrant=False) if self.recomputed else self._mix(x))
 
     def _mix(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return self.down(torch.tanh(self.up(self.norm(self.mixture(x)))))
 
 
 class Blocks(nn.Module):
@@ -55,6 +58,7 @@ class Blocks(nn.Module):
         frozen: whether the first block is frozen.
         norms: whether the matrices of all blocks are frozen, so that of a block only the norm is trained.
         twice: whether the second block is used once more at the end.
+        experts: number of experts of the mixture in each block, which are apart; 0: no mixtures.
 
     Attributes:
         skips: index of a block that is skipped.
@@ -70,11 +74,13 @@ class Blocks(nn.Module):
         norms: bool = False,
         twice: bool = False,
         seed: int = 0,
+        experts: int = 0,
     ) -> None:
         super().__init__()
         self.twice, self.skips = twice, -1
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block(dtype, each, recomputed=recomputed) for each in times or (8,) * DEPTH)
+        widths = times or (8,) * DEPTH
+        self.blocks = nn.ModuleList(Block(dtype, each, recomputed=recomputed, experts=experts) for each in widths)
         self.head = nn.Linear(WIDTH, 1, dtype=dtype)
         self.other = nn.Linear(WIDTH, 1, dtype=dtype)
         if frozen:

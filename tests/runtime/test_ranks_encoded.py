@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.coordinator import registry
-from infinity.errors import PeerError, ResumeError
+from infinity.errors import PeerError, PlanError
 from infinity.runtime import experts
 from infinity.sharded.initial_values import _SAMPLE_NUMEL
 from infinity.sizes import PAGE_BYTES
@@ -139,7 +139,7 @@ def test_ranks_with_different_forms_are_told(tmp_path: Path) -> None:
         assert "frozen" in str(outcome.error)
 
 
-def of_a_mixture(folder: str, begins: bool, together: bool) -> int:
+def of_a_mixture(folder: str, begins: bool, together: bool, weights: str = "nvme") -> int:
     """Take a step, or resume and take one more. Return the number of steps before."""
     experts._each = lambda nbytes: 1  # the process of this rank trains nothing else
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ def of_a_mixture(folder: str, begins: bool, together: bool) -> int:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
     config = NVME | {
-        **{"frozen": "nf4", "experts": "together" if together else "apart", "commit_every": 1},
+        **{"weights": weights, "frozen": "nf4", "experts": "together" if together else "apart", "commit_every": 1},
         **{"memory": {"device": "64MiB", "host": "256MiB"}, "nvme": {"paths": [folder]}},
     }
     (infinity.offload if begins else infinity.resume)(model, config, device="cpu")
@@ -160,13 +160,14 @@ def of_a_mixture(folder: str, begins: bool, together: bool) -> int:
     return began
 
 
-def test_experts_that_were_apart_do_not_go_on_with_ranks(tmp_path: Path) -> None:
+def test_experts_that_were_apart_go_on_with_ranks_that_share_all_weights(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert run(1, of_a_mixture, folder, True, False) == [0]
     for outcome in ended(2, of_a_mixture, folder, False, False):
-        assert isinstance(outcome.error, ResumeError)
-        assert "were apart, and with several ranks experts are together" in str(outcome.error)
-    assert run(1, of_a_mixture, folder, False, False) == [1], "as the error says, one process goes on"
+        assert isinstance(outcome.error, PlanError)
+        assert "the experts are apart, and several ranks fetch different experts" in str(outcome.error)
+    assert run(2, of_a_mixture, folder, False, False, "host") == [1, 1], "as the error says, with weights: host"
+    assert run(1, of_a_mixture, folder, False, False) == [2]
 
 
 def test_experts_together_on_an_encoded_base_go_on_with_ranks_and_back(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device) -> PlanSce
     if ranks > 1 and machine.is_gpu:
         warnings.append("several ranks were never run on real GPUs: this is a prediction of what they would do")
     _require_possible(ranks, machine)
-    from infinity.runtime.experts import cut_banks
+    from infinity.runtime.experts import cut_banks, why_together
 
-    cut_banks(model, config.experts if ranks == 1 else "together")
+    cut_banks(model, config.experts, why_together(config, several=ranks > 1))
     return PlanScenario(
         model=model,
         config=config,
