@@ -11,6 +11,11 @@ _WORLD = "tests/sharded/test_sharing_world.py"
 _ALONE = "tests/runtime/test_rank_alone.py"
 _WRITES = "tests/runtime/test_rank_writes.py"
 _DEVICES = "tests/sim/test_ranks.py"
+_SLOW = (_DEVICES, "-k", "slow_upload")
+
+_DECIDE = """        with self.health.failing(PeerError), self.timeline.stall("gradient"):
+            decided = self.gradients.decide({**facts, "the step": self.steps + 1}, skip, self.commits.payload())
+"""
 
 OF_SHARING = [
     Mutant(
@@ -103,6 +108,20 @@ OF_SHARING = [
         "        copies.after += slot.after\n",
         "",
         (_DEVICES,),
+    ),
+    Mutant(
+        "a rank ends its uploads before the others write the weights",
+        "infinity/coordinator/coordinator.py",
+        "            self.fetcher.finish_fetches()\n            self.resources.synchronize_uploads()\n",
+        "            self.fetcher.finish_fetches()\n",
+        _SLOW,
+    ),
+    Mutant(
+        "a rank agrees on a step after its uploads have ended",
+        "infinity/coordinator/coordinator.py",
+        "        self._rest_for_step()\n        self.gradients.drop_cleared(self.places)\n" + _DECIDE,
+        "        self.gradients.drop_cleared(self.places)\n" + _DECIDE + "        self._rest_for_step()\n",
+        _SLOW,
     ),
     Mutant(
         "nobody writes weights while another rank compares them",

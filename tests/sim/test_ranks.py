@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import infinity
+from infinity.coordinator import registry
 from infinity.sharded import rank_agreement
+from infinity.sharded.shared_homes import SharedHomes
 from tests import sampling
 from tests.ranks.workers import run
-from tests.runtime.over_ranks import train
+from tests.runtime.over_ranks import batch, offloaded, train
+from tests.sim.accelerator import SimAccelerator
 from tests.sim.fixtures import Simulation
-from tests.sim.queues import EAGER, LAZY, Policy, random_policy
+from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
 
 TIERS = [
     {"weights": "host", "optimizer": "host"},
@@ -30,12 +36,17 @@ def on_device(
     policy: Policy, folder: str, config: dict[str, Any], micro: int, ranks: int, options: dict[str, Any]
 ) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        limits_of = rank_agreement.limits_of
-        patch.setattr(rank_agreement, "limits_of", lambda *given: replace(limits_of(*given), in_place=False))
-        simulation = Simulation(patch, policy)
+        simulation = simulated(patch, policy)
         result = train(folder, config, micro, ranks, **options)
         simulation.finish()
         return result, dict(simulation.sim.counts)
+
+
+def simulated(patch: pytest.MonkeyPatch, policy: Policy) -> Simulation:
+    """Give this rank a simulated device."""
+    limits_of = rank_agreement.limits_of
+    patch.setattr(rank_agreement, "limits_of", lambda *given: replace(limits_of(*given), in_place=False))
+    return Simulation(patch, policy)
 
 
 @pytest.mark.covering(strength=1, most=6)
@@ -69,3 +80,86 @@ def test_ranks_with_devices_train_to_the_bits_of_one_process(
         assert result == (losses[rank::ranks], norms, weights)
         assert counts["copies up"]
         assert counts["copies down"]
+
+
+SLOW_S = 2.0
+"""Seconds that the slow upload takes at most."""
+LAST = 2
+"""Index of the block whose upload is slow."""
+
+
+class SlowUpload:
+    """The next upload of a block to the device of rank 0. It ends when rank 1 has published new weights of the block,
+    or after SLOW_S.
+
+    Attributes:
+        overtaken: whether rank 1 published new weights before the upload ended; None: the upload has not run.
+        torn: whether rank 1's slice of the block was changed after the upload was queued and before it ended.
+    """
+
+    def __init__(self, model: torch.nn.Module, sim: SimAccelerator) -> None:
+        coordinator = registry.coordinator_of(model)
+        weights, unit = coordinator.resources.weights, coordinator.units[LAST]
+        assert isinstance(weights, SharedHomes)
+        lease = weights.complete[LAST].lease
+        assert lease is not None
+        self.overtaken: bool | None = None
+        self.torn = False
+        self._weights, self._next, self._home = weights, unit.weights.version + 1, lease.tensor()
+        begin, end = coordinator.shards[LAST].weight_range(0, 1)
+        self._slice = self._home[begin:end]
+        self._queued = self._slice.clone()
+        self._move = sim._queues._move
+        sim._queues._move = self._moved
+
+    def _moved(self, copy: Copy) -> None:
+        slow = self.overtaken is None and copy.source == self._home.data_ptr()
+        if slow:
+            self.overtaken = self.rank_1_has_written(SLOW_S)
+            self.torn = not torch.equal(self._slice, self._queued)
+        self._move(copy)
+
+    def rank_1_has_written(self, within_s: float) -> bool:
+        return self._weights.wait(LAST, self._next, 1, within_s)
+
+
+def with_slow_upload(overlap: str) -> tuple[bool | None, bool] | None:
+    """Take a step. When rank 1 begins the step, an upload of rank 0 is queued, for an evaluation that only rank 0 made.
+
+    Returns:
+        Of rank 0, whether rank 1's update overtook the upload, and whether it changed what the upload read.
+    """
+    config = {"weights": "host", "optimizer": "host", "overlap": overlap}
+    with pytest.MonkeyPatch.context() as patch:
+        simulation = simulated(patch, LAZY)
+        # The clocks would find rank 0's own write to its own slice first; they know nothing of rank 1.
+        patch.setattr(simulation.sim, "use", lambda *_, **__: None)
+        room_for_two_blocks = {"memory": {"host": "256MiB", "device": "4MiB"}}
+        model = offloaded("", config | room_for_two_blocks)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        model(batch(0, dist.get_rank(), torch.float32)).backward()
+        found = None
+        if dist.get_rank() == 1:
+            optim.step()
+        else:
+            slow = SlowUpload(model, simulation.sim)
+            model.skips = LAST  # the block is prefetched and not used, so no kernel waits for its upload
+            with torch.no_grad():
+                model(batch(0, 0, torch.float32))
+            model.skips = -1
+            assert simulation.sim.pending_copies()
+            assert slow.overtaken is None
+            optim.step()
+            assert slow.rank_1_has_written(60.0)  # rank 1 does take the step
+            simulation.sim.synchronize_all()  # an upload that nobody has waited for runs now
+            found = slow.overtaken, slow.torn
+        optim.zero_grad()
+        dist.barrier()
+        infinity.close(model)
+        simulation.finish()
+        return found
+
+
+@pytest.mark.parametrize("overlap", ["off", "during_backward"])
+def test_no_rank_writes_weights_that_a_slow_upload_of_another_rank_still_reads(overlap: str) -> None:
+    assert run(2, with_slow_upload, overlap) == [(False, False), None]
