@@ -384,11 +384,16 @@ class PeerWatch:
             self.tell("heard")
 
     def _who_ended(self) -> set[int]:
-        """Return the ranks of this machine whose processes ended without a `left` entry in the log."""
+        """Return the ranks of this machine whose processes ended without a `left` entry in the log.
+
+        If the process that hosts the store is among them, return this rank only: without the store, the other ranks can
+        write no entry before they end, too.
+        """
         poll = select.poll()
         for descriptor in self._pids:
             poll.register(descriptor, select.POLLIN)
-        return {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
+        ended = {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
+        return ended if self._store_rank not in ended else ended & {self._store_rank}
 
     def _judge_ended(self) -> None:
         with contextlib.suppress(Exception):  # the store may have ended with these processes

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from infinity.errors import PeerError
+from infinity.ranks.watch import PeerWatch
 from tests import sampling
 from tests.ranks.tasks import KINDS, Lines, done, kill, opened, operation, received, told_by
 from tests.ranks.workers import Outcome, ended, run
@@ -112,6 +113,43 @@ def test_a_dead_rank_is_named_while_a_process_that_it_forked_holds_its_connectio
     for ranks, told in survivors(ended(N, orphaning), 1):
         assert ranks == (1,)
         assert told.startswith("rank 1 died while rank ")
+
+
+class EndingStore:
+    """A store whose calls wait until its host has ended, and then raise."""
+
+    def __init__(self) -> None:
+        self.called, self.ended = threading.Event(), threading.Event()
+
+    def add(self, _: str, __: int) -> int:
+        self.called.set()
+        self.ended.wait()
+        raise ConnectionError("the host of the store has ended")
+
+
+@pytest.mark.parametrize(("store_rank", "named"), [(0, (0,)), (None, (0, 1))])
+def test_a_rank_that_ended_after_the_host_of_the_store_is_not_named(
+    store_rank: int | None, named: tuple[int, ...]
+) -> None:
+    store, children = EndingStore(), []
+    watch = PeerWatch(store, 2, 3, "the host", store_rank)  # type: ignore[arg-type]
+    store.called.wait()
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            signal.pause()
+        children.append(child)
+    watch.look_at(dict(enumerate(children)))
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    store.ended.set()
+    watch._thread.join()
+    assert watch.verdict is not None
+    assert watch.verdict.ranks == named
+    watch.close()
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def says_why(victim: int) -> Any:
