@@ -13,7 +13,8 @@ the watch for a limited time. If the watch does not answer, these threads conclu
 | left    | the rank has closed its model                                                                             |
 | call    | the rank met a problem that it cannot explain (a closed connection, a deadline): all ranks answer         |
 | alive   | the answer: the rank's position in the order of its operations                                            |
-| verdict | the conclusion that the calling rank drew from the answers. All ranks take over the first verdict         |
+| verdict | the conclusion that a rank drew from the answers to its call, or from the end of a process. All ranks     |
+|         | take over the first verdict                                                                               |
 | work    | the rank has begun or ended a work for which other ranks may wait                                         |
 | heard   | the rank knows the failure that ends the run. The rank that hosts the store waits for this entry of all   |
 
@@ -399,8 +400,13 @@ class PeerWatch:
         with contextlib.suppress(Exception):  # the store may have ended with these processes
             self._read()  # read the entries that these processes wrote before they ended
         ended = self._who_ended()
-        if ended:
-            self._settle(self._died(ended))
+        if ended and self._verdict is None:
+            verdict = self._died(ended)
+            self.announce(verdict)  # before this process ends, too, and looks to the other ranks as if it had died
+            self.tell("heard")
+            with contextlib.suppress(Exception):
+                self._write()
+            self._settle(verdict)
 
 
 def private(store: Store, prefix: str) -> PrefixStore:

@@ -131,25 +131,54 @@ class EndingStore:
 def test_a_rank_that_ended_after_the_host_of_the_store_is_not_named(
     store_rank: int | None, named: tuple[int, ...]
 ) -> None:
-    store, children = EndingStore(), []
+    store, dead = EndingStore(), [sleeping(), sleeping()]
     watch = PeerWatch(store, 2, 3, "the host", store_rank)  # type: ignore[arg-type]
     store.called.wait()
-    for _ in range(2):
-        child = os.fork()
-        if not child:
-            signal.pause()
-        children.append(child)
-    watch.look_at(dict(enumerate(children)))
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    watch.look_at(dict(enumerate(dead)))
+    for process in dead:
+        end(process)
     store.ended.set()
-    watch._thread.join()
-    assert watch.verdict is not None
-    assert watch.verdict.ranks == named
+    assert verdict_of(watch) == named
     watch.close()
-    for child in children:
-        os.waitpid(child, 0)
+    for process in dead:
+        os.waitpid(process, 0)
+
+
+def sleeping() -> int:
+    """Return the id of a process that sleeps."""
+    process = os.fork()
+    if not process:
+        signal.pause()
+    return process
+
+
+def end(process: int) -> None:
+    """Kill a child process. Its process descriptor tells that it has ended, although its id remains."""
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+
+
+def verdict_of(watch: PeerWatch) -> tuple[int, ...]:
+    with watch._changed:
+        watch._changed.wait_for(lambda: watch.verdict is not None)
+    assert watch.verdict is not None
+    return watch.verdict.ranks
+
+
+def test_a_rank_that_ended_because_it_noticed_a_dead_rank_is_not_named() -> None:
+    store, (first, second) = dist.HashStore(), (sleeping(), sleeping())
+    noticing = PeerWatch(store, 2, 3, "the host", 0)
+    noticing.look_at({1: first})
+    end(first)
+    assert verdict_of(noticing) == (1,)
+    end(second)  # the process of rank 2
+    late = PeerWatch(store, 0, 3, "the host", 0)
+    late.look_at({1: first, 2: second})
+    assert verdict_of(late) == (1,)
+    late.close()
+    noticing.close()
+    for process in (first, second):
+        os.waitpid(process, 0)
 
 
 def says_why(victim: int) -> Any:
