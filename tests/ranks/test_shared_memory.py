@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.base.memfd import make_memfd
 from infinity.coordinator import registry
 from infinity.errors import InfinityError, NotAvailableError, PeerError
 from infinity.io.arena import PinnedArena
@@ -28,6 +30,7 @@ from infinity.ranks.world import MultiRankWorld
 from infinity.sharded.mailboxes import Mailboxes
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sharded.shared_window import SharedWindow
+from tests.ranks.traces import names, require_no_names_but, users_of
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import batch, offloaded, train
 
@@ -185,25 +188,31 @@ def killed(victim: int, steps: int) -> float:
     raise AssertionError("no error")
 
 
-def traces() -> set[str]:
-    sockets = Path("/proc/net/unix").read_text()
-    return {*os.listdir("/dev/shm"), *(word for word in sockets.split() if "infinity-" in word)}
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_killed_rank_is_named_in_time_and_leaves_nothing(victim: int, steps: int) -> None:
-    before = traces()
+    before = names()
     outcomes = ended(3, killed, victim, steps)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     waited = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(each is not None and each < 5 for each in waited), [outcome.told for outcome in outcomes]
-    end = time.monotonic() + 10
-    while (
-        not traces() <= before and time.monotonic() < end
-    ):  # a test that runs beside this one has sockets for a moment
-        time.sleep(0.1)
-    assert traces() <= before
+    require_no_names_but(before)
+
+
+@pytest.mark.parametrize("how", ["open", "mapped"])
+def test_a_process_that_has_the_memory_is_found(how: str) -> None:
+    memory = make_memfd()
+    inode = os.fstat(memory).st_ino
+    os.ftruncate(memory, mmap.PAGESIZE)
+    mapped = mmap.mmap(memory, mmap.PAGESIZE) if how == "mapped" else None
+    if mapped is not None:
+        os.close(memory)
+    assert str(os.getpid()) in users_of([inode])
+    if mapped is None:
+        os.close(memory)
+    else:
+        mapped.close()
+    assert users_of([inode]) == []
 
 
 def freed() -> tuple[int, int]:
