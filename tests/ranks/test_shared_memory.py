@@ -90,7 +90,7 @@ def without(what: str, config: dict[str, Any]) -> tuple[Any, bool, list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("infinity.sharded.rank_agreement")
+    logger = logging.getLogger("infinity")  # of all modules, so that a second line from elsewhere is seen
     logger.setLevel(logging.WARNING)
     logger.addHandler(handler)
     return train("", config, 1, 2, steps=2), bool(shares), said
