@@ -15,6 +15,7 @@ _GATHERED = "tests/sharded/test_gathered_slots.py"
 _ENCODED = "tests/runtime/test_ranks_encoded.py"
 _BEGIN = "tests/runtime/test_ranks_begin.py"
 _WRITES = "tests/runtime/test_rank_writes.py"
+_NOT_NAMED = ("tests/ranks/test_watch.py", "-k", "is_not_named")
 
 OF_RANKS = [
     Mutant(
@@ -307,5 +308,19 @@ OF_RANKS = [
         "        if near is not None:  # the same on all ranks, even if the slice of a rank is empty\n",
         "        if near is not None and resources.plan.layout.arena.secondary:\n",
         (_GROUPS, "-k", "no_slice_of_anything"),
+    ),
+    Mutant(
+        "a rank that loses the store is not named beside the host of the store",
+        "infinity/ranks/watch.py",
+        "        return ended if self._store_rank not in ended else ended & {self._store_rank}\n",
+        "        return ended\n",
+        _NOT_NAMED,
+    ),
+    Mutant(
+        "a rank that notices a dead rank says so before it ends",
+        "infinity/ranks/watch.py",
+        "            self.announce(verdict)  #",
+        "            pass  #",
+        _NOT_NAMED,
     ),
 ]

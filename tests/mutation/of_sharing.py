@@ -138,6 +138,13 @@ OF_SHARING = [
         (_MEMORY, "-k", "is_passed_nothing"),
     ),
     Mutant(
+        "one rank says for all that they share no memory",
+        "infinity/sharded/rank_agreement.py",
+        ' and config.ranks.wire == "auto" and world.leads:\n',
+        ' and config.ranks.wire == "auto":\n',
+        (_MEMORY, "-k", "one_line"),
+    ),
+    Mutant(
         "the size of the memory is sealed",
         "infinity/ranks/shared_memory.py",
         "                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)\n",
