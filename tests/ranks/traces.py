@@ -1,4 +1,4 @@
-"""What ranks that share memory could leave behind: names in /dev/shm, names of sockets, and the memory itself."""
+"""Names and memory that ranks which share memory could leave behind."""
 
 from __future__ import annotations
 
