@@ -20,7 +20,6 @@ until the process of this other rank closes the connection. The result of `close
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ import re
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -164,14 +164,16 @@ class CollectiveQueue:
         self._quiet = True  # the result of `close`
         self._thread = threading.Thread(target=self._run, name="infinity-collectives", daemon=True)
         close_in_children(self)
-        atexit.register(self.close)  # a daemon thread that wakes while the interpreter ends may abort the process
+        # A daemon thread that wakes while the interpreter ends may abort the process. Python runs the finalizers of
+        # later objects first, so the model is closed before its queue, and can still tell the ranks why it ends.
+        self._at_exit = weakref.finalize(ranks, self.close)
         self._thread.start()
 
     def close_in_child(self) -> None:
         """Mark this process as a forked child, which has no thread for collectives and must not use the parent's
         connections."""
         self._forked = True
-        atexit.unregister(self.close)
+        self._at_exit.detach()
 
     # Methods for any thread.
 
@@ -308,7 +310,7 @@ class CollectiveQueue:
             return self._quiet
         with interrupts_deferred():
             self._closed = True
-            atexit.unregister(self.close)
+            self._at_exit.detach()
             self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
             if self._thread is not threading.current_thread():  # garbage collection may run this on any thread
                 self._thread.join(_CLOSE_S)

@@ -248,7 +248,9 @@ class PeerWatch:
                 silent,
             )
         if left:
-            return PeerError(f"{listed(left)} closed the model while rank {self._rank} was at {what}", left)
+            return PeerError(
+                f"{listed(left)} closed the model, or its script ended, while rank {self._rank} was at {what}", left
+            )
         index, phase, _ = self._position
         behind = tuple(rank for rank, (i, p, _) in sorted(self._alive.items()) if (i, p) < (index, phase))
         where = "; ".join(f"rank {rank} is at {self._alive[rank][2]}" for rank in sorted(self._alive))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,26 @@ def test_every_rank_is_told_what_one_does_otherwise(tmp_path: Path, how: str, sa
     assert told[0] is not None
     assert told[0][0] == (1,)
     assert says in told[0][1]
+
+
+def left_by_an_exception(folder: str) -> Any:
+    """Train; on rank 1, end as a process does whose loop raised an exception that nobody caught."""
+    rank = dist.get_rank()
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    if rank == 1:
+        sys.last_value = KeyError("of the loop")
+        atexit._run_exitfuncs()
+        return None
+    try:
+        model(batch(0, rank, torch.float32)).backward()
+        optim.step()
+    except PeerError as error:
+        return error.ranks, error.cause
+
+
+def test_an_exception_that_ends_the_process_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    assert run(2, left_by_an_exception, str(tmp_path))[0] == ((1,), "rank 1 failed: KeyError: 'of the loop'")
 
 
 def skipping(folder: str, how: str) -> Any:
