@@ -18,7 +18,7 @@ from pathlib import Path
 from infinity.base.timeline import CAUSES, Cause
 from infinity.cli.history import EvaluationLoss, GeneratedText, best_of
 from infinity.cli.progress import StepFacts
-from infinity.runtime.statistics import Statistics, trained_of
+from infinity.runtime.statistics import Statistics, counts_of_all_ranks, trained_of
 from infinity.sizes import format_bytes
 from infinity.units.speculation_choice import UpdateCounts
 
@@ -76,8 +76,7 @@ class RunReport:
         peak_rss_bytes: peak resident memory of the process.
         state_bytes: bytes of all states of the model: weights, masters and moments.
         cached_bytes: part of `state_bytes` that is kept in RAM.
-        parameters, trained_parameters: number of all parameters, and number of trained parameters, in the slices of
-            this rank.
+        parameters, trained_parameters: number of all parameters of the model, and number of trained parameters.
         data: summary of the training data.
         notes: parts of the data that were left out, and why.
         evaluations: losses on held-out data.
@@ -229,6 +228,7 @@ def make_report(
     mine = facts[done:]
     measured = mine[1:] or mine
     steps = max(len(measured), 1)
+    trained, parameters = counts_of_all_ranks(after.plan)
     seconds = sum(fact.seconds for fact in measured) / steps
     stalls: dict[Cause, float] = {cause: (after.stall_s[cause] - before.stall_s[cause]) / steps for cause in CAUSES}
     idle = (after.device_idle_s - before.device_idle_s) / steps
@@ -266,8 +266,8 @@ def make_report(
         updates=UpdateCounts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
         engine=after.engine,
         device=after.device,
-        parameters=after.numel,
-        trained_parameters=after.trainable_numel,
+        parameters=parameters,
+        trained_parameters=trained,
         data=data,
         notes=list(notes),
         evaluations=list(evaluations),

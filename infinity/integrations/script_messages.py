@@ -12,7 +12,7 @@ from infinity.coordinator import registry
 from infinity.errors import printable
 from infinity.integrations.module_of_optimizer import WORTH_NUMEL
 from infinity.ranks.ranks import rank_and_world
-from infinity.runtime.statistics import trained_of
+from infinity.runtime.statistics import counts_of_all_ranks, trained_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
     plan = coordinator.plan
     if not coordinator.world.leads:
         return
-    units = [each.full for each in coordinator.units]
-    numel = sum(unit.numel for unit in units)
-    part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
+    part, numel = counts_of_all_ranks(plan)
     states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
     logger.warning(
         "infinity: %s, %s%s: weights on %s%s; it takes %s",
@@ -41,7 +39,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
         if plan.budgets.limits.in_place
         else f"{format_bytes(plan.device_bytes)} of device memory and {format_bytes(plan.host_bytes)} of RAM",
     )
-    dtypes = {group.dtype for unit in units for group in unit.groups}
+    dtypes = {group.dtype for unit in plan.layout.units for group in unit.full.groups}
     if trained and plan.budgets.limits.in_place:  # the model computes on the CPU
         for name in (name for dtype, name in _NAMES.items() if dtype in dtypes):
             if slow := slow_dtype(name, processor().flags):

@@ -105,6 +105,14 @@ def statistics(model: nn.Module) -> Statistics:
     )
 
 
+def counts_of_all_ranks(plan: Plan) -> tuple[int, int]:
+    """Return the number of trained parameters of a model, and the number of all its parameters. The slices of all ranks
+    are counted."""
+    units = [unit.full for unit in plan.layout.units]
+    trained = sum(group.values_numel for unit in units for group in unit.trainable_groups)
+    return trained, sum(unit.numel for unit in units)
+
+
 def trained_of(trained: int, numel: int) -> str:
     """Format the trained part of a model for messages: '1,440,000 of 98,937,600 parameters'."""
     return f"{trained:,} of {numel:,} parameters"
