@@ -119,7 +119,7 @@ def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStac
     verifying.require_possible(options)
     named = finetuned_model.named(options)
     tokenizer = load_tokenizer(options.model, **named)
-    torch.manual_seed((options.seed + world.rank) % 2**64)
+    torch.manual_seed(options.seed % 2**64)  # all ranks initialize adapters, or a new head, with the same values
     data = read(options, tokenizer, disk, held)
     for note in data.notes:
         print(note)
@@ -159,6 +159,8 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
             model, reference = finetuned_model.load(options, config, resuming=begun.resuming)
     except StoreNotEmptyError as error:
         raise _holds_a_run(config) from error
+    if world.rank and not begun.resuming:  # each rank needs its own random numbers in the training
+        torch.manual_seed((options.seed + world.rank) % 2**64)
     try:
         if reference is not None:
             held.callback(reference.close)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -270,6 +271,27 @@ def test_ranks_write_a_merged_model_as_one_process_does(frozen: str, job: Job, t
     assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW, *flags)) == [0, 0]
     require_same(tmp_path, "all")
     assert saved(tmp_path / "out-all") == saved(tmp_path / "out-one")
+
+
+def logged(arguments: list[str]) -> list[str]:
+    """Return the lines that infinity logs in a run."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("infinity").addHandler(handler)
+    assert on_rank(arguments) == 0
+    return lines
+
+
+def test_adapters_begin_with_the_same_values_on_all_ranks_and_the_report_counts_the_whole_model(
+    job: Job, tmp_path: Path
+) -> None:
+    given = named(tmp_path, "all", 2) | {"--steps": 1}
+    told = workers.run(2, logged, arguments_of(given, "--lora", "4"))
+    assert "with different values" not in " ".join(line for lines in told for line in lines)
+    report = json.loads((tmp_path / "out-all" / "report.json").read_text())
+    numel = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(tmp_path / "model").parameters())
+    assert report["parameters"] == numel + report["trained_parameters"]
 
 
 @pytest.mark.long
