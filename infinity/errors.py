@@ -164,25 +164,26 @@ class PeerError(InfinityError):
         ranks: all ranks at fault, ascending.
         cause: description of what happened.
         advice: description of what to do.
+        kind: name of the class of the error with which the other rank failed; "" if it is not known.
     """
 
     ADVICE = "All ranks must end: remove the cause, start all of them again, and resume from the last generation."
 
-    def __init__(self, cause: str, ranks: tuple[int, ...] = (), advice: str = ADVICE) -> None:
-        self.ranks, self.cause, self.advice = tuple(sorted(ranks)), printable(cause), advice
+    def __init__(self, cause: str, ranks: tuple[int, ...] = (), advice: str = ADVICE, kind: str = "") -> None:
+        self.ranks, self.cause, self.advice, self.kind = tuple(sorted(ranks)), printable(cause), advice, kind
         super().__init__(f"{self.cause.removesuffix('.')}. {advice}".rstrip())
 
     @property
     def rank(self) -> int | None:
         return self.ranks[0] if len(self.ranks) == 1 else None
 
-    def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...], str]]:
-        return type(self), (self.cause, self.ranks, self.advice)
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...], str, str]]:
+        return type(self), (self.cause, self.ranks, self.advice, self.kind)
 
     def again(self) -> PeerError:
         """Return a new error that is equal to this one. If an error is raised a second time, it keeps the traceback of
         the first time."""
-        copy = PeerError(self.cause, self.ranks, self.advice)
+        copy = PeerError(self.cause, self.ranks, self.advice, self.kind)
         copy.__cause__ = self.__cause__
         return copy
 

@@ -15,18 +15,11 @@ from packaging.requirements import Requirement
 
 from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
+from infinity.cli.rank_errors import INPUT_ERRORS, is_told_by_rank_0
 from infinity.cli.streams import INTERRUPTED, OutputStream, interruptible_imports, output_streams
 from infinity.cli.subcommands import build_parser
 from infinity.cli.trainer_options import require_of_method
-from infinity.errors import (
-    ConfigError,
-    InfinityError,
-    ModelError,
-    PlanError,
-    ResumeError,
-    StoreLockedError,
-    StoreNotEmptyError,
-)
+from infinity.errors import ConfigError, InfinityError
 from infinity.quoting import one_line, with_ways
 
 _OF_FINETUNE = ("trl", "datasets")
@@ -49,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with output_streams(go_on=True) as out:
         try:
             return _run(arguments, out)
-        except (ConfigError, ModelError, PlanError, ResumeError, StoreLockedError, StoreNotEmptyError) as error:
+        except INPUT_ERRORS as error:
             return _fail(error, 2)
         except (InfinityError, OSError, MemoryError) as error:
             return _fail(error, 1)
@@ -170,6 +163,8 @@ def _quiet_libraries() -> None:
 def _fail(error: Exception, code: int) -> int:
     if os.environ.get("INFINITY_DEBUG"):
         raise error
+    if is_told_by_rank_0(error):
+        return 2
     memory = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, InfinityError)
     exhausted = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length."
     what = one_line(exhausted) if memory else with_ways(error)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from infinity.cli.rank_errors import is_told_by_rank_0
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.cli.suggested_command import command
 from infinity.config import load_config
@@ -122,7 +123,7 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
             return _refuse(error, who)
         other = _of_another_rank(error)
         if other is not None and not os.environ.get("INFINITY_DEBUG"):
-            return _refuse(other, who)
+            return 2 if is_told_by_rank_0(other) else _refuse(other, who)
         _say_it_last(error, who)
         raise
     return 0

@@ -289,7 +289,7 @@ class CollectiveQueue:
         with interrupts_deferred():
             first = self._break(error)
             if first and self._ranks.watch.verdict is None:
-                self._ranks.watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+                self._ranks.watch.fail(error)
 
     def raise_if_broken(self) -> None:
         """Raise PeerError if any rank is known to have failed.

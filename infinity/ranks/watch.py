@@ -136,12 +136,13 @@ class PeerWatch:
         """Write a verdict to the log, so that all ranks raise the error that this rank raises."""
         self.tell("verdict", text=verdict.cause[:_TEXT_MAX], ranks=verdict.ranks, advice=verdict.advice)
 
-    def fail(self, cause: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this rank cannot continue.
 
         Return when the other ranks can know the failure, or cannot be reached.
         """
-        self.tell("failed", text=cause[:_TEXT_MAX])
+        kind, text = type(error).__name__, str(error)
+        self.tell("failed", text=f"{kind}: {text}"[:_TEXT_MAX] if text else kind, error=kind)
         self._wait_for(lambda: not self._outbox, _STORE_S)
         self._stay_until_heard()
 
@@ -380,7 +381,7 @@ class PeerWatch:
             index, phase, what = self._position
             self.tell("alive", index=index, phase=phase, text=what, acts=self._acts)
         elif kind == "failed" and rank != self._rank:
-            self._settle(PeerError(f"rank {rank} failed: {entry['text']}", (rank,)))
+            self._settle(PeerError(f"rank {rank} failed: {entry['text']}", (rank,), kind=entry["error"]))
             self.tell("heard")
         elif kind == "verdict":
             self._settle(PeerError(entry["text"], tuple(entry["ranks"]), entry["advice"]))

@@ -3,7 +3,9 @@ all of them; whatever one of them cannot do ends all."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import itertools
 import json
 import logging
@@ -292,6 +294,20 @@ def test_adapters_begin_with_the_same_values_on_all_ranks_and_the_report_counts_
     report = json.loads((tmp_path / "out-all" / "report.json").read_text())
     numel = sum(parameter.numel() for parameter in LlamaForCausalLM.from_pretrained(tmp_path / "model").parameters())
     assert report["parameters"] == numel + report["trained_parameters"]
+
+
+def refused(arguments: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        return on_rank(arguments), errors.getvalue()
+
+
+def test_rank_0_alone_says_that_the_store_has_a_run(job: Job, tmp_path: Path) -> None:
+    given = named(tmp_path, "all", 2) | {"--steps": 1}
+    assert workers.run(2, on_rank, arguments_of(given, "--keep-store")) == [0, 0]
+    (first, told), (second, nothing) = workers.run(2, refused, arguments_of(given | {"--output": tmp_path / "other"}))
+    assert (first, second) == (2, 2)
+    assert told.count("contains the generations of an earlier run") == 1
+    assert "error" not in nothing
 
 
 @pytest.mark.long
