@@ -21,13 +21,14 @@ from infinity.cli.order import DataFingerprint, SequenceSampler
 from infinity.cli.run_directory import TRAINER_STATE_NAME, folder_of
 from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
+from infinity.coordinator.peer_errors import peer_errors
 from infinity.durable import rng
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
 from infinity.integrations.patch_table import FINETUNE, POINTS
 from infinity.integrations.patches import require_there
 from infinity.integrations.transformers import TrainerMixin
 from infinity.quoting import raised
-from infinity.ranks.collective_queue import is_peer_error, peer_errors
+from infinity.ranks.collective_queue import is_peer_error
 
 _TRACKED = (
     *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from infinity.config import SwapConfig
+from infinity.coordinator.peer_errors import peer_errors
 from infinity.errors import ConfigError
 from infinity.integrations import (
     accelerate,
@@ -43,10 +44,11 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 
     Raises:
         all exceptions of the script.
+        PeerError: in place of an error of torch.distributed that another rank has caused.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
-    with installed(config, resume, resuming), script_end():
+    with installed(config, resume, resuming), script_end(), peer_errors():
         runpy.run_path(str(script), run_name="__main__")
 
 

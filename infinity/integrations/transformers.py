@@ -25,6 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
+from infinity.coordinator.peer_errors import peer_errors
 from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.integrations.checkpoint_folders import (
     CheckpointFolderSave,
@@ -260,6 +261,7 @@ class TrainerMixin:
         kind, options = class_and_options(args) or theirs.get_optimizer_cls_and_kwargs(args, model)
         return ours_for(kind), options
 
+    @peer_errors()
     def train(self, *args: Any, **kwargs: Any) -> Any:
         theirs: Any = super()
         return self._infinity.train(lambda _, *given, **named: theirs.train(*given, **named), self, *args, **kwargs)

@@ -30,8 +30,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +40,6 @@ from torch.distributed import Work
 from infinity.base.fork import close_in_children, refuse_in_forked_child
 from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.errors import PeerError
-from infinity.quoting import raised
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import OperationHeader
 from infinity.ranks.operations import AllGather, AllToAll, CollectiveOperation, ControlMessage
@@ -291,6 +289,17 @@ class CollectiveQueue:
             if first and self._ranks.watch.verdict is None:
                 self._ranks.watch.fail(error)
 
+    def explain(self, error: RuntimeError, what: str) -> PeerError:
+        """Return why a collective that did not pass through this queue has failed, with the error of the rank at fault.
+
+        This takes a few seconds at most. All ranks then know that the run ends.
+
+        Args:
+            error: error of torch.distributed.
+            what: description of the collective, for messages.
+        """
+        return self._inquire("connection", what, _first_words(error))
+
     def raise_if_broken(self) -> None:
         """Raise PeerError if any rank is known to have failed.
 
@@ -523,20 +532,6 @@ class CollectiveQueue:
         if self._broken is not None:  # this rank has closed the queue
             return self._broken.again()
         return self._ranks.watch.inquire(trouble, what, detail).again()
-
-
-@contextmanager
-def peer_errors() -> Iterator[None]:
-    """In this context, turn errors of torch.distributed that another rank has caused into PeerError.
-
-    This is for collectives that do not pass through a CollectiveQueue, such as the collectives of a Trainer.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_peer_error(error):
-            raise
-        raise PeerError(raised(error)) from error
 
 
 def is_peer_error(error: Exception) -> bool:

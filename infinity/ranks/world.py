@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, PlanError, ResumeError
+from infinity.quoting import raised
 from infinity.ranks.collective_queue import CollectiveQueue
 
 _SIGN_OF_LIFE_S = 10.0
@@ -101,6 +102,13 @@ class World(ABC):
         """Tell all ranks that this rank cannot continue. Does not raise."""
 
     @abstractmethod
+    def explain(self, error: RuntimeError) -> PeerError:
+        """Return why a collective outside of infinity has failed, with the error of the rank at fault if it is known.
+
+        All ranks then know that the run ends.
+        """
+
+    @abstractmethod
     def close(self) -> bool:
         """Leave the other ranks. Return whether other ranks no longer use this rank's memory. A second call does
         nothing."""
@@ -129,6 +137,9 @@ class SingleProcessWorld(World):
 
     def fail(self, error: BaseException) -> None:
         return
+
+    def explain(self, error: RuntimeError) -> PeerError:
+        return PeerError(raised(error))
 
     def close(self) -> bool:
         return True
@@ -183,6 +194,9 @@ class MultiRankWorld(World):
 
     def fail(self, error: BaseException) -> None:
         self.collectives.fail(error)
+
+    def explain(self, error: RuntimeError) -> PeerError:
+        return self.collectives.explain(error, "a collective outside of infinity")
 
     def close(self) -> bool:
         return self.collectives.close()

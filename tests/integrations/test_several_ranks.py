@@ -18,7 +18,8 @@ from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, NotAvailableError, PeerError
 from infinity.integrations.distributed_data_parallel import ranks_of
-from infinity.integrations.launcher import installed
+from infinity.integrations.launcher import installed, launch
+from infinity.integrations.resume_hint import by_trainer
 from infinity.sharded.rank_stores import counts_in
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, trainer
@@ -167,6 +168,35 @@ def test_an_error_of_the_script_on_one_rank_ends_the_others(checkpoint: Path, tm
     assert "rank 1" in str(first.error)
     assert "KeyError" in str(first.error)
     assert isinstance(second.error, KeyError)
+
+
+COLLECTIVE = """
+import sys
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+ids = torch.arange(12).reshape(2, 6)
+model(input_ids=ids, labels=ids).loss.backward()
+if dist.get_rank() == 0:
+    raise KeyError("of a callback")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def launched(script: str, checkpoint: str, root: str) -> None:
+    launch(config(root), Path(script), [checkpoint], None, by_trainer)
+
+
+def test_a_collective_of_the_script_fails_with_the_error_of_the_other_rank(checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(COLLECTIVE)
+    first, second = ended(RANKS, launched, str(script), str(checkpoint), str(tmp_path))
+    assert isinstance(first.error, KeyError)
+    assert isinstance(second.error, PeerError)
+    assert second.error.cause == "rank 0 failed: KeyError: 'of a callback'"
 
 
 def test_ranks_that_have_not_met_are_told(checkpoint: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
