@@ -51,6 +51,7 @@ def gathered(
 
     Raises:
         PlanError: there is no memory for the copies.
+        ConfigError: `model` is not a module, or another argument is neither a module nor a parameter.
         ModelError: `model` is a part of an offloaded model; a module does not belong to `model`; `write` or `grads` in
             a forward or backward pass; `write` for parameters that an outer context gathered; `grads` without
             gradients. At the end: a shape or dtype changed; or a frozen weight changed, and several generations of the
@@ -59,6 +60,7 @@ def gathered(
         InfinityError, SwapIOError: an error that a forward pass can raise, too. At the end: the store could not be
             written.
     """
+    _require_model(model)
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
     if not any(registry.find(parameter) for parameter in named):
         return nullcontext()
@@ -66,16 +68,8 @@ def gathered(
     coordinator.require_usable()
     coordinator.forget_dead()
     coordinator.require_untouched()
-    if write and coordinator.passing:
-        raise ModelError(
-            "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write "
-            "weights before or after the pass."
-        )
-    if grads and coordinator.passing:
-        raise ModelError(
-            "infinity.gathered(..., grads=True) in a forward or backward pass, which may add gradients. Enter the "
-            "context between backward() and optim.step()."
-        )
+    if coordinator.passing:
+        _refuse_changes(write=write, grads=grads)
     wanted: dict[int, list[str]] = {}
     for module in modules or (model,):
         for parameter in _parameters_of(module):
@@ -98,6 +92,29 @@ def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[n
         if name not in coordinator.units[index].gathered:
             found.append(parameter)
     return found
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        given = "a parameter" if isinstance(model, nn.Parameter) else type(model).__name__
+        raise ConfigError(
+            f"infinity.gathered takes the offloaded model first, not {given}: write "
+            "infinity.gathered(model, parameter), with any number of its modules and parameters"
+        )
+
+
+def _refuse_changes(*, write: bool, grads: bool) -> None:
+    """Check that a context in a forward or backward pass changes nothing."""
+    if write:
+        raise ModelError(
+            "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write "
+            "weights before or after the pass."
+        )
+    if grads:
+        raise ModelError(
+            "infinity.gathered(..., grads=True) in a forward or backward pass, which may add gradients. Enter the "
+            "context between backward() and optim.step()."
+        )
 
 
 def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:

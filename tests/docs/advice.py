@@ -534,6 +534,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "runtime/gathered.py": {
         "before or after the pass": "runtime/test_gathered.py::test_writing_in_a_forward_is_refused_and_after_it_works",
+        "write infinity.gathered(model, parameter)": "runtime/test_gathered.py::"
+        "test_a_parameter_without_its_model_is_refused_and_with_its_model_it_is_taken",
         "write infinity.gathered(model, *several)": "runtime/test_gathered.py::"
         "test_a_list_of_modules_is_refused_and_its_items_are_taken",
         "Enter the context between backward() and optim.step().": "runtime/test_gathered_gradients.py::"

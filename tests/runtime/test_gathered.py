@@ -278,6 +278,17 @@ def test_a_list_of_modules_is_refused_and_its_items_are_taken(trained: Trained) 
         assert torch.equal(model.model.norm.weight.data, expected["model.norm.weight"])
 
 
+def test_a_parameter_without_its_model_is_refused_and_with_its_model_it_is_taken(trained: Trained) -> None:
+    model, _, _ = trained
+    weight, expected = model.lm_head.weight, weights(model)
+    with pytest.raises(infinity.ConfigError, match=r"not a parameter: write infinity\.gathered\(model, parameter\)"):
+        infinity.gathered(weight)
+    with pytest.raises(infinity.ConfigError, match=r"takes the offloaded model first, not list"):
+        infinity.gathered([weight])  # type: ignore[arg-type]
+    with infinity.gathered(model, weight):
+        assert torch.equal(weight.data, expected["lm_head.weight"])
+
+
 def test_frozen_weights_are_written_after_a_step_without_generations(offload: Any) -> None:
     """With generations an error says that all of them share one copy."""
     model, batch = llama()
