@@ -248,8 +248,8 @@ class CollectiveQueue:
 
         Returns:
             Class and text of the error that ended the work, both "" if it succeeded. If no rank begins such a work
-            within a short time, but one has ended a work whose description differs from its first "/" on, the error of
-            that work.
+            within a short time, or before rank 0 leaves, but one has ended a work whose description differs from its
+            first "/" on, the error of that work.
 
         Raises:
             PeerError: a rank failed, or left without this work.
@@ -263,7 +263,7 @@ class CollectiveQueue:
             if len(ends) >= number:
                 return tuple(ends[number - 1])
             waited = time.monotonic() - began
-            if len(same) < 2 * number - 1 and alike and waited > _OTHER_PATH_S:
+            if len(same) < 2 * number - 1 and alike and (waited > _OTHER_PATH_S or self._ranks.watch.has_left(0)):
                 return tuple(alike[-1])
             self.raise_if_broken()
             if self._ranks.watch.left and waited > _LAST_BYTES_S:

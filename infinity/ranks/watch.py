@@ -106,6 +106,10 @@ class PeerWatch:
         """Whether another rank has closed its model, so that it will not join further operations."""
         return bool(self._left)
 
+    def has_left(self, rank: int) -> bool:
+        """Return whether a rank has closed its model. All earlier entries of the rank are known then."""
+        return rank in self._left
+
     def note(self, index: int, phase: int, what: str) -> None:
         """Set this rank's position in the order of its operations. The watch sends it in the answer to a call."""
         self._position = index, phase, what

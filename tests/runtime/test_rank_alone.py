@@ -47,6 +47,7 @@ def alone(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     infinity.save_pretrained(model, f"{folder}/all")
     assert Path(folder, "all", "model.safetensors").exists()
     infinity.close(model)
+    dist.barrier()  # the process of rank 0 hosts the store of torch.distributed
     return found
 
 
@@ -66,3 +67,33 @@ def test_rank_0_evaluates_generates_and_saves_while_rank_1_waits_for_it(tmp_path
     assert saved.generate(ids, max_new_tokens=4, do_sample=False).tolist() == found["tokens"]
     assert digest(saved.lm_head.weight) == found["head"]
     assert {name: digest(value) for name, value in saved.state_dict().items()} == found["weights"]
+
+
+def evaluating_on_rank_1(folder: str) -> tuple[float | None, list[str]]:
+    """Return the loss of an evaluation on rank 1 alone, and the names in the directory to which all ranks save."""
+    torch.manual_seed(0)
+    rank, found = dist.get_rank(), None
+    memory = {"host": "256MiB", "device": "64MiB"}
+    model = infinity.offload(llama(2)[0], {"weights": "host", "optimizer": "host", "memory": memory, "commit_every": 0})
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(12).reshape(1, 12) % 32
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        optim.zero_grad()
+        if rank == 1:
+            with torch.no_grad():
+                found = model(input_ids=ids, labels=ids).loss.item()
+    infinity.save_pretrained(model, f"{folder}/{rank}")
+    infinity.close(model)
+    dist.barrier()
+    return found, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_rank_1_evaluates_alone_and_of_several_directories_that_of_rank_0_is_written(tmp_path: Path) -> None:
+    (_, names), (loss, same) = run(2, evaluating_on_rank_1, str(tmp_path))
+    assert names == same == ["0"]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    ids = torch.arange(12).reshape(1, 12) % 32
+    with torch.no_grad():
+        assert saved(input_ids=ids, labels=ids).loss.item() == loss
