@@ -290,7 +290,7 @@ class PeerWatch:
             self._changed.notify_all()
 
     def _stay_until_heard(self) -> None:
-        """In the process that hosts the store, wait until all ranks have read the failure from the store."""
+        """In the process that hosts the store, wait until all ranks have read its failure, or that it leaves."""
         if self._store_rank != self._rank or self._world == 1:
             return
         with self._changed:
@@ -305,12 +305,16 @@ class PeerWatch:
 
     def close(self) -> None:
         """Tell the other ranks that this rank leaves, if the store answers soon, and end the thread. A second call does
-        nothing."""
+        nothing.
+
+        The process that hosts the store may end after this call. It waits until the other ranks have read the log.
+        """
         if self._stopping:
             return
         self.tell("left")
         with self._changed:
             self._changed.wait_for(lambda: not self._outbox or self._ended, 2 * POLL_S)
+        self._stay_until_heard()
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -389,6 +393,8 @@ class PeerWatch:
             self.tell("heard")
         elif kind == "verdict":
             self._settle(PeerError(entry["text"], tuple(entry["ranks"]), entry["advice"]))
+            self.tell("heard")
+        elif kind == "left" and rank == self._store_rank != self._rank:
             self.tell("heard")
 
     def _who_ended(self) -> set[int]:

@@ -21,11 +21,18 @@ OF_RANKS = [
     Mutant(
         "owners add rank by rank",
         "infinity/sharded/outbox.py",
-        "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n",
-        "                    at = at or (shard.cut.count - 1) * nbytes\n"
-        "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n"
-        "                    at -= 2 * nbytes\n",
+        "                        flat = _bytes_of(arrived.received, at, nbytes).view(dtype)\n",
+        "                        at = at or (shard.cut.count - 1) * nbytes\n"
+        "                        flat = _bytes_of(arrived.received, at, nbytes).view(dtype)\n"
+        "                        at -= 2 * nbytes\n",
         (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "the owner adds its own piece in its turn",
+        "infinity/sharded/outbox.py",
+        "                for rank in range(shard.cut.count):  # in the order of the ranks\n",
+        "                for rank in sorted(range(shard.cut.count), key=lambda each: each not in senders):\n",
+        ("tests/runtime/test_ranks.py", "-k", "bits_of_one_process"),
     ),
     Mutant(
         "what a rank has no gradient of is zero",

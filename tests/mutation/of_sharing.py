@@ -166,6 +166,13 @@ OF_SHARING = [
         (_WORLD, "-k", "waits_for_the_work"),
     ),
     Mutant(
+        "the host of the store ends when all ranks know that it leaves",
+        "infinity/ranks/watch.py",
+        " 2 * POLL_S)\n        self._stay_until_heard()\n",
+        " 2 * POLL_S)\n",
+        (_ALONE, "-k", "rank_0_has_ended"),
+    ),
+    Mutant(
         "the error of rank 0 is the error of all",
         "infinity/sharded/sharing_world.py",
         "            if kind:\n",

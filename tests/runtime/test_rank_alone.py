@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ def alone(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     infinity.save_pretrained(model, f"{folder}/all")
     assert Path(folder, "all", "model.safetensors").exists()
     infinity.close(model)
-    dist.barrier()  # the process of rank 0 hosts the store of torch.distributed
     return found
 
 
@@ -86,7 +86,6 @@ def evaluating_on_rank_1(folder: str) -> tuple[float | None, list[str]]:
                 found = model(input_ids=ids, labels=ids).loss.item()
     infinity.save_pretrained(model, f"{folder}/{rank}")
     infinity.close(model)
-    dist.barrier()
     return found, sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -97,3 +96,34 @@ def test_rank_1_evaluates_alone_and_of_several_directories_that_of_rank_0_is_wri
     ids = torch.arange(12).reshape(1, 12) % 32
     with torch.no_grad():
         assert saved(input_ids=ids, labels=ids).loss.item() == loss
+
+
+def late(folder: str) -> bool:
+    """Save on both ranks, long after rank 0 on rank 1. Return whether rank 0 has ended by then."""
+    torch.manual_seed(0)
+    memory = {"host": "256MiB", "device": "64MiB"}
+    model = infinity.offload(llama(2)[0], {"weights": "host", "optimizer": "host", "memory": memory, "commit_every": 0})
+    rank, parent = dist.get_rank(), Path(folder, "pid")
+    if rank == 0:
+        parent.write_text(str(os.getpid()))
+    else:
+        end = time.monotonic() + 30
+        while not (parent.exists() and _has_ended(int(parent.read_text() or 0))) and time.monotonic() < end:
+            time.sleep(0.05)
+    ended = rank == 1 and _has_ended(int(parent.read_text()))
+    infinity.save_pretrained(model, f"{folder}/saved")
+    infinity.close(model)
+    return ended
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not asked for its exit status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_rank_learns_that_rank_0_has_saved_even_if_rank_0_has_ended(tmp_path: Path) -> None:
+    """The process of rank 0 hosts the store of torch.distributed, through which the ranks tell each other this."""
+    assert run(2, late, str(tmp_path)) == [False, True]
