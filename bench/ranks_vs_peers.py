@@ -95,7 +95,7 @@ def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argpar
     if name in OURS:
         setting = setting_of(f"infinity-{OURS[name].weights}-lean")
         assert setting is not None
-        options = setting.options(workload, None) | {"ranks": {"wire": OURS[name].wire}}
+        options = setting.options(workload, None, args.beside << 20) | {"ranks": {"wire": OURS[name].wire}}
         if args.optimizer == "host":
             options["optimizer"], options["memory"]["host"] = "host", 24 * workload.numel + (1 << 30)
         # the swap config has the memory of the machine, which the ranks share
@@ -133,6 +133,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256, help="length of the sequence of each rank")
     parser.add_argument("--optimizer", default="nvme", choices=["nvme", "host"], help="tier of infinity's states")
+    parser.add_argument(
+        "--beside", type=int, default=400, help="MiB of infinity's memory.host beside gradients and weights in RAM"
+    )
     parser.add_argument("--swap", type=Path, help="a directory on the disk that is measured; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for one answer")

@@ -91,12 +91,18 @@ class Setting:
         """Settings with the same arithmetic and all states in memory."""
         return Setting("host", "host", self.moments, "off")
 
-    def options(self, workload: Workload, host_budget: int | None) -> dict[str, Any]:
-        """Return the options of peers.worker_infinity, which are keys of the swap config."""
+    def options(self, workload: Workload, host_budget: int | None, beside_bytes: int = _LEAN_BYTES) -> dict[str, Any]:
+        """Return the options of peers.worker_infinity, which are keys of the swap config.
+
+        Args:
+            workload: the model and its batches.
+            host_budget: memory.host in bytes; None: the default.
+            beside_bytes: bytes of memory.host beside gradients and weights, if `lean`.
+        """
         memory: dict[str, int] = {} if host_budget is None else {"host": host_budget}
         if self.lean:
             # memory for gradients in fp32 (one micro-batch uses half of it), and for the weights if their home is RAM
-            memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + _LEAN_BYTES
+            memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + beside_bytes
         if self.weights == "nvme":
             # Memory for a few blocks, so that weights are read from NVMe. Without a limit all weights would stay on the
             # device.

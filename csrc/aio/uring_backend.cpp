@@ -1,6 +1,7 @@
 // The io_uring backend: one ring, which the lane's thread creates and uses. A read of an eventfd is always on the ring;
 // a write to the eventfd completes the read, which wakes the thread.
 #include "aio/backend.hpp"
+#include "base/page.hpp"
 
 #ifdef INFINITY_HAVE_URING
 #include <liburing.h>
@@ -178,7 +179,9 @@ class UringBackend final : public Backend {
   int buffer_of(const std::byte* data, std::size_t nbytes) const {
     for (std::size_t index = 0; index < buffers_.size(); ++index) {
       const Buffer& buffer = buffers_[index];
-      if (data >= buffer.data && data + nbytes <= buffer.data + buffer.nbytes) return static_cast<int>(index);
+      if (data < buffer.data || data + nbytes > buffer.data + buffer.nbytes) continue;
+      // Linux before 6.7 computes an empty first segment for this offset, and the transfer fails.
+      return data - buffer.data == kPageBytes ? -1 : static_cast<int>(index);
     }
     return -1;
   }

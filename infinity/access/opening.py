@@ -31,6 +31,7 @@ from infinity.plan.plan_input import NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan, require_shared
 from infinity.ranks.paths import rank_path
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
+from infinity.sharded.rank_agreement import ranks_share_memory as ranks_share_memory
 from infinity.sharded.rank_dependent_parts import open_maker
 from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.dtypes import master_format

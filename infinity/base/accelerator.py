@@ -216,7 +216,8 @@ class TorchAccelerator:
     def copy(self, into: torch.Tensor, source: torch.Tensor, *, on: Stream, after: Sequence[Event] = ()) -> Event:
         for event in after:
             self.wait(on, event)
-        with self._module.stream(on):
+        # Without `device`, leaving `stream` on a thread of infinity would make a context on the first device.
+        with self._module.device(self.device), self._module.stream(on):
             into.copy_(source, non_blocking=True)
         return self.record(on)
 

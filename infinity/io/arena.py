@@ -206,7 +206,13 @@ class PinnedArena(ArenaRegion):
         while self._unpin:
             self._unpin.pop()()
 
-    def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None, ends: Sequence[int] = ()) -> str:
+    def pin(
+        self,
+        accelerator: Accelerator,
+        pool: _native.ThreadPool | None = None,
+        ends: Sequence[int] = (),
+        pinned: Callable[[], None] = lambda: None,
+    ) -> str:
         """Pin the pages for copies to and from the device.
 
         Args:
@@ -215,6 +221,7 @@ class PinnedArena(ArenaRegion):
                 one thread.
             ends: offsets at which a registration may end. No copy crosses such an offset. Some drivers refuse a
                 registration of 512 GiB or more; memory is therefore registered in pieces of about 64 GiB.
+            pinned: function that is called after each piece.
 
         Returns:
             The reason why the runtime refused, or ''. After a refusal, copies are slower, but correct.
@@ -230,6 +237,7 @@ class PinnedArena(ArenaRegion):
                 self.unpin()
                 return refused
             self._unpin.append(weakref.finalize(self, in_this_process(partial(accelerator.unpin, address))))
+            pinned()
             begin = end
         self._pinned = True
         logger.info("pinned %s in %.2f s", format_bytes(self.nbytes), time.perf_counter() - began)

@@ -59,6 +59,7 @@ _OTHER_PATH_S = 2.0
 """Seconds for which a rank waits for a work with the same path, before it takes one with another path for it."""
 _LAST_BYTES_S = 1.0  # seconds to wait for the last bytes of a rank that has closed
 _PLACE = re.compile(r"^\[\S+:\d+\] ")  # file and line in gloo's sources
+_OF_GLOO = re.compile(r"^\[\S*\bgloo/\S+:\d+\] |^Gloo ")
 
 # Progress of a rank in an operation, which the rank reports when another rank asks (PeerWatch.note).
 _ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
@@ -536,7 +537,7 @@ class CollectiveQueue:
 
 def is_peer_error(error: Exception) -> bool:
     """Return whether torch.distributed raised an error because another rank failed."""
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    return isinstance(error, torch.distributed.DistError) or _OF_GLOO.search(str(error)) is not None
 
 
 def _first_words(error: BaseException) -> str:

@@ -15,8 +15,8 @@ class PieceCopies(Protocol):
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a piece, or start to copy it."""
 
-    def wait(self) -> None:
-        """Wait until all copies have ended."""
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until all copies have ended. `check` is called several times a second meanwhile, and may raise."""
 
 
 class HostCopies:
@@ -25,7 +25,7 @@ class HostCopies:
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
 
-    def wait(self) -> None:
+    def wait(self, check: Callable[[], None]) -> None:
         return
 
 
@@ -67,7 +67,7 @@ class SharedPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class AllGather:
-    """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
+    """Gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
 
     Args:
         buffer: uint8, contiguous, `sum(slices)` bytes. The gather writes the other slices, and this rank's slice unless
@@ -154,8 +154,7 @@ class CollectiveOperation:
         after: functions that are called in this order before the collective is started. They wait until this rank's
             slice is filled, for example by a read. If such a function raises an exception, this rank has failed.
         arrived: function that is called on the queue's thread when the bytes have arrived, before the ticket is done.
-            The function must be short, because the next operation waits for it. With a device, the function makes the
-            stream that uses the bytes wait for the stream of the collectives.
+            The function must be short, because the next operation waits for it.
     """
 
     collective: AllGather | AllToAll | ControlMessage

@@ -307,14 +307,16 @@ class PeerWatch:
         """Tell the other ranks that this rank leaves, if the store answers soon, and end the thread. A second call does
         nothing.
 
-        The process that hosts the store may end after this call. It waits until the other ranks have read the log.
+        The process that hosts the store may end after this call. If other ranks may still look for works in the log, it
+        waits until they have read the log.
         """
         if self._stopping:
             return
         self.tell("left")
         with self._changed:
             self._changed.wait_for(lambda: not self._outbox or self._ended, 2 * POLL_S)
-        self._stay_until_heard()
+        if self._works:
+            self._stay_until_heard()
         self._stopping = True
         self._wake.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():

@@ -45,6 +45,10 @@ class World(ABC):
         """Whether this process does the work that is done once for all ranks."""
         return self.rank == 0
 
+    def act(self) -> None:
+        """Count an act of this rank that the other ranks need not make. They wait longer for a rank that goes on."""
+        return
+
     @abstractmethod
     def tell(self, what: str, told: Any) -> list[Any]:
         """Wait until all ranks make this call, and return the JSON value of each rank. Raises PeerError.
@@ -153,6 +157,9 @@ class MultiRankWorld(World):
     def __init__(self, collectives: CollectiveQueue) -> None:
         self.collectives = collectives
         self.rank, self.size = collectives.rank, collectives.world
+
+    def act(self) -> None:
+        self.collectives.act()
 
     def tell(self, what: str, told: Any) -> list[Any]:
         return self.collectives.tell(what, told)

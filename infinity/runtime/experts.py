@@ -64,7 +64,7 @@ _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _KEYS = frozenset(name + suffix for name in _STACKS for suffix in ("", "_bias"))
 
 
-def why_together(config: SwapConfig, *, several: bool | None = None) -> str:
+def why_together(config: SwapConfig, *, several: bool | None = None, shares: Callable[[], bool] = lambda: True) -> str:
     """Return why all experts stay together with this config; "" if they need not.
 
     Each rank fetches the experts that its own tokens are routed to. So ranks must be able to fetch without each other,
@@ -73,6 +73,7 @@ def why_together(config: SwapConfig, *, several: bool | None = None) -> str:
     Args:
         config: the swap config.
         several: whether there are several ranks; None: look at the ranks of this process.
+        shares: function that returns whether the ranks can share memory; called only if that matters.
     """
     if not (has_others() if several is None else several):
         return ""
@@ -80,22 +81,25 @@ def why_together(config: SwapConfig, *, several: bool | None = None) -> str:
         return "with several ranks and ranks.wire: gloo, all ranks fetch the same weights"
     if config.experts == "auto" and config.weights != "host":
         return "several ranks certainly share all weights only with weights: host"
+    if config.experts == "auto" and not shares():
+        return "the ranks cannot share memory"
     return ""
 
 
-def cut_banks(model: nn.Module, choice: ExpertsName, reason: str = "") -> None:
+def cut_banks(model: nn.Module, choice: ExpertsName, reason: Callable[[], str] = lambda: "") -> None:
     """Make the modules of experts in a model banks, in place. One line of the log says where experts stay together.
 
     Args:
         model: the model.
         choice: value of `experts` in the config.
-        reason: why all experts stay together (why_together); "" if they need not.
+        reason: function that returns why all experts stay together (why_together), or ""; called only if the model has
+            experts that could be apart.
     """
     found = {module: why for module in model.modules() if (why := why_no_bank(module)) is not None}
     if choice == "together" or not found:
         return
-    if reason:
-        found = dict.fromkeys(found, reason)
+    if why := reason():
+        found = dict.fromkeys(found, why)
     wrappers = wrappers_of(model)
     for module, why in found.items():
         of = wrappers.get(module, ())

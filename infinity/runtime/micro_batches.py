@@ -295,6 +295,8 @@ class MicroBatchBackward:
         self.fit = min(fit for *_, fit in told)
         if len(told) > 1:
             why = next((f"{why} (rank {rank})" for rank, (why, *_) in enumerate(told) if why), "")
+            if not why and any(unit.full.routed for unit in self._coordinator.units):
+                why = "experts are apart, and each rank's tokens use others"
             if not why and any(stages != told[0][1] for _, stages, _ in told):
                 why = "the ranks run the units of the model in different orders"
         self.why_ordinary, self.chain = why, None if why else chain

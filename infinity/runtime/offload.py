@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
 from infinity.access.generation_pinning import local_digest, require_none_pinned
-from infinity.access.opening import from_source, open_coordinator, plan_for
+from infinity.access.opening import from_source, open_coordinator, plan_for, ranks_share_memory
 from infinity.access.resuming import from_generation
 from infinity.base.fork import use
 from infinity.config import SwapConfig
@@ -111,7 +112,8 @@ def offload(
 def offload_on(model: Model, terms: OffloadArguments, source: Source | None = None) -> Model:
     """Do the work of offload(), with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
-    cut_banks(model, terms.config.experts, why_together(terms.config))
+    share = partial(ranks_share_memory, terms.config)
+    cut_banks(model, terms.config.experts, partial(why_together, terms.config, shares=share))
 
     def attempt() -> Model:
         return offload_values(model, terms, None if source is None else by_rows(model, source))

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.base.accelerator import Accelerator, Event, Stream
+from infinity.base.accelerator import Event, Stream
 from infinity.errors import PlanError
 from infinity.io.arena import Lease
+from infinity.io.engine import Transfer
 from infinity.ranks.collective_queue import OperationFuture
 from infinity.ranks.operations import AllGather, SharedPlace
 from infinity.sharded.gather_memory import Arrival, FillSlice, GatherFetch, GatherMemory, warn_of_views
@@ -31,6 +32,8 @@ from infinity.tiers.home import StateHome, WeightsHome
 from infinity.tiers.resources import ModelResources
 from infinity.tiers.slab import Slab, SlabLease
 from infinity.tiers.slots import SlabSlotPool, Slot
+
+_POLL_S = 0.25
 
 
 class DeviceMemories:
@@ -65,9 +68,9 @@ class DeviceMemories:
             slab, slot = self._more(shard.full)
         encoded = self._device.decoding.try_lease(home.encoded_bytes) if home.encoded_bytes else None
         if home.encoded_bytes and encoded is None:
-            raise AssertionError("no memory for encoded weights, although `wait` has looked for it")
+            raise AssertionError("no memory for encoded weights, although `waits` has looked for it")
         self._turn = 1 - self._turn
-        copies = DeviceCopies(self._device.accelerator, self._stream, [] if encoded is None else encoded.after)
+        copies = DeviceCopies(self._device, self._stream, [] if encoded is None else encoded.after)
         copies.after += slot.after
         return _DeviceMemory(
             shard, home, self._half(), self._mailboxes, _Target(self._slots, slab, slot, encoded, copies)
@@ -76,8 +79,9 @@ class DeviceMemories:
     def _half(self) -> _Half:
         if not self._halves:
             space = self._resources.transfers
-            nbytes = space.nbytes // 2
-            self._halves = [_Half(space.lease(nbytes, "slices on their way to devices")) for _ in range(2)]
+            nbytes = space.nbytes // 2  # 0 if this rank has no slice of any unit
+            leases = [space.lease(nbytes, "slices on their way to devices") if nbytes else None for _ in range(2)]
+            self._halves = [_Half(lease) for lease in leases]
         return self._halves[self._turn]
 
     def _more(self, unit: Unit) -> tuple[Slab, SlabLease]:
@@ -94,8 +98,8 @@ class DeviceMemories:
             memory = accelerator.slab(unit.weight_bytes)
         except torch.OutOfMemoryError as error:
             raise PlanError(
-                f"{accelerator.device} has no memory for unit '{unit.name}' ({format_bytes(unit.weight_bytes)}), as "
-                "views of weights that were used before keep theirs. Drop the views, or lower memory.device."
+                f"{accelerator.device} has no memory for unit '{unit.name}' ({format_bytes(unit.weight_bytes)}): its "
+                "free memory is in pieces, or views of weights keep theirs. Drop the views, or lower memory.device."
             ) from error
         slab = Slab(accelerator, memory, [accelerator.record(accelerator.current())])
         lease = slab.try_lease(unit.weight_bytes)
@@ -103,7 +107,7 @@ class DeviceMemories:
             raise AssertionError("a slab that is too small for its only lease")
         return slab, lease
 
-    def wait(self, unit: Unit) -> bool:
+    def waits(self, unit: Unit) -> bool:
         """Return whether memory for encoded weights is missing, which a fetch that is finished gives back."""
         return self._slots.waits(self._homes[unit.index])
 
@@ -115,8 +119,9 @@ class DeviceCopies:
         after: events that the copies wait for.
     """
 
-    def __init__(self, accelerator: Accelerator, stream: Stream, after: Sequence[Event]) -> None:
-        self._accelerator = accelerator
+    def __init__(self, device: DeviceTier, stream: Stream, after: Sequence[Event]) -> None:
+        self._accelerator = device.accelerator
+        self._events = device.weights
         self._stream = stream
         self.after = list(after)
         self._last: Event | None = None
@@ -125,9 +130,13 @@ class DeviceCopies:
         self._last = self._accelerator.copy(into, source, on=self._stream, after=self.after)
         self.after.clear()
 
-    def wait(self) -> None:
+    def wait(self, check: Callable[[], None]) -> None:
+        """See PieceCopies.wait. The copies wait for computations in the slots, which may depend on other ranks."""
         if self._last is not None:
-            self._accelerator.synchronize(self._last)
+            ended = self._events.future_of(self._last)
+            while not ended.wait(_POLL_S):
+                check()
+            Transfer(ended, "", "weight").result()
 
     def event(self) -> Event:
         """Return an event that follows all copies."""
@@ -168,10 +177,10 @@ class _Half:
     """One half of the window, and the fetches that use it, the oldest first.
 
     Attributes:
-        lease: memory of the half.
+        lease: memory of the half; None if this rank has no slice of any unit.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease | None) -> None:
         self.lease = lease
         self._lock = threading.Lock()
         self._users: deque[_DeviceMemory] = deque()
@@ -182,7 +191,12 @@ class _Half:
             self._users.append(user)
             is_free = self._users[0] is user
         if is_free:
-            user.fill_now()
+            try:
+                user.fill_now()
+            except BaseException:
+                with self._lock:
+                    self._users.remove(user)
+                raise
 
     def leave(self) -> None:
         """End the use by the oldest fetch."""
@@ -216,7 +230,7 @@ class _DeviceMemory:
 
     def fill(self, index: int, own: FillSlice) -> list[Callable[[], object]]:
         nbytes = self._shard.local.groups[index].home_bytes
-        if not nbytes:
+        if not nbytes or self._half.lease is None:
             return []
         view = self._half.lease.view(self._begin(index), nbytes)
         self._fills[index] = lambda: own(index, view)
@@ -232,7 +246,8 @@ class _DeviceMemory:
     def gather(self, index: int) -> AllGather:
         ranges = [self._shard.weight_range(index, rank) for rank in range(self._shard.cut.count)]
         memory = self._target.memory(encoded=self._shard.full.groups[index].codec is not None)
-        place = self._mailboxes.place(self._half.lease, self._begin(index))
+        lease = self._half.lease
+        place = 0 if lease is None else self._mailboxes.place(lease, self._begin(index))  # nobody reads an empty slice
         return AllGather(
             memory[ranges[0][0] : ranges[-1][1]],
             [last - first for first, last in ranges],

@@ -73,7 +73,7 @@ class GatherMemories(Protocol):
             near: whether to gather over G; False: over W (AllGather).
         """
 
-    def wait(self, unit: Unit) -> bool:
+    def waits(self, unit: Unit) -> bool:
         """Return whether the next fetch of a unit must wait until earlier fetches are finished. The result is the same
         on all ranks."""
 
@@ -112,15 +112,15 @@ class HostMemories:
             warn_of_views(unit)
         return PinnedArena(nbytes).lease(nbytes, f"the weights of '{unit.name}'")
 
-    def wait(self, unit: Unit) -> bool:
+    def waits(self, unit: Unit) -> bool:
         return False
 
 
 def warn_of_views(unit: Unit) -> None:
     """Warn that a slot takes more than the planned memory."""
     logger.warning(
-        "views of weights that were used before keep their memory, so unit '%s' takes %s more than memory.device; this "
-        "warning appears once",
+        "views of weights that were used before keep their memory, or the free memory is in pieces, so unit '%s' takes "
+        "%s more than memory.device; this warning appears once",
         unit.name,
         format_bytes(unit.weight_bytes),
     )

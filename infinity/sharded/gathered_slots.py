@@ -120,7 +120,7 @@ class GatheredSlotPool:
         return True
 
     def waits(self, home: WeightsHome) -> bool:
-        return self._memories.wait(self._shards[id(home)].full)
+        return self._memories.waits(self._shards[id(home)].full)
 
     def changed(self, home: WeightsHome, version: int, after: Written) -> None:
         return

@@ -60,7 +60,7 @@ class Mailboxes:
             if piece.numel():
                 source = self._arena.memory.view(places[rank], piece.numel())
                 copies.copy(piece, torch.frombuffer(source, dtype=torch.uint8))
-        copies.wait()
+        copies.wait(check)
         self._counters.advance(self._copied(self._rank), self._done)
         for rank in range(self._count):
             self._wait(self._copied(rank), check)

@@ -319,12 +319,33 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     with agreement.telling():
         _require_alike(world, ranks, device, config.ranks.wire)
         memory, refused = _shared_memory(world, ranks, config)
+        if refused and config.ranks.wire == "auto" and ranks.local_world == ranks.world and world.leads:
+            logger.warning("ranks.wire: gloo, as %s; results are the same", refused)
         if memory is None and (device.type != "cpu" or config.ranks.wire == "host"):
             wanted = "ranks.wire: host" if device.type == "cpu" else "a model on GPUs with several ranks"
             raise NotAvailableError(f"{wanted} needs memory that all ranks share, but {refused}")
-        return replace(
-            agreement, peers=replace(peers, sharing="nothing" if memory is None else "weights"), memory=memory
-        )
+        if device.type != "cpu" and near is not None and world.leads:
+            logger.warning("ranks.gather: %s has no effect on GPUs: weights come from all ranks", config.ranks.gather)
+        sharing: Sharing = "nothing" if memory is None else "weights"
+        return replace(agreement, peers=replace(peers, sharing=sharing), memory=memory)
+
+
+def ranks_share_memory(config: SwapConfig) -> bool:
+    """Return whether the ranks can share memory; False without other ranks. All ranks call this.
+
+    Raises:
+        PeerError: a rank failed. The message names the rank.
+    """
+    ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.ranks_deadline_s)
+    if ranks is None:
+        return False
+    agreement = RankAgreement(_world_of(ranks), NO_PEERS)
+    with agreement.telling():
+        memory, _ = _shared_memory(agreement.world, ranks, config)
+    agreement.world.close()
+    if memory is not None:
+        memory.close()
+    return memory is not None
 
 
 def _require_alike(world: World, ranks: Ranks, device: torch.device, wire: str) -> None:
@@ -359,10 +380,7 @@ def _shared_memory(world: World, ranks: Ranks, config: SwapConfig) -> tuple[Shar
         return None, "the swap config has ranks.wire: gloo"
     if ranks.local_world < ranks.world:
         return None, "the ranks are on several machines"
-    memory, refused = open_shared_memory(world)
-    if refused and config.ranks.wire == "auto" and world.leads:
-        logger.warning("ranks.wire: gloo, as %s; results are the same", refused)
-    return memory, refused
+    return open_shared_memory(world)
 
 
 def _digest(units: Sequence[Unit]) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from infinity import _native
 from infinity.base.accelerator import Accelerator
 from infinity.errors import NotAvailableError
-from infinity.io.arena import ArenaRegion, PinnedArena
+from infinity.io.arena import ArenaRegion, Lease, PinnedArena
 from infinity.ranks.shared_memory import SharedMemory
 from infinity.ranks.world import World
 from infinity.sharded.mailboxes import Mailboxes
@@ -64,20 +64,21 @@ class SharedArena:
         self._world = world
         self._cut = cut
         self._counters = _native.SharedCounters(self.arena.lease(counters, "the counters of the ranks").view())
-        self.common = ArenaRegion(self.arena.memory, counters, common_bytes)
-        self._begin = counters + common_bytes + sum(sizes[: cut.index])
-        self._own_bytes = own_bytes
-        self.own = ArenaRegion(self.arena.memory, self._begin, own_bytes)
+        common = part(self.arena, common_bytes, "memory in common")
+        parts = [part(self.arena, nbytes, f"memory of rank {rank}") for rank, nbytes in enumerate(sizes)]
+        self.common = common.space()
+        self._mine = parts[cut.index]
+        self.own = self._mine.space()
         self.mailboxes = Mailboxes(self.arena, self._counters, cut)
-        self._ends = [counters + common_bytes + sum(sizes[: rank + 1]) for rank in range(cut.count)]
+        self._ends = [each.offset + each.nbytes for each in parts if each.nbytes]
 
-    def populate(self) -> None:
-        """Take memory for the pages of this rank's memory.
+    def populate(self, lease: Lease) -> None:
+        """Take memory for the pages of a lease.
 
         Raises:
             NotAvailableError: there is too little memory.
         """
-        self.take(lambda: self.arena.memory.populate(self._begin, self._own_bytes))
+        self.take(lambda: self.arena.memory.populate(lease.offset, lease.nbytes))
 
     def take(self, populate: Callable[[], None]) -> None:
         """Take memory for pages. Args: populate: function that does it, and raises OSError.
@@ -106,12 +107,12 @@ class SharedArena:
         Raises:
             PeerError: another rank failed.
         """
-        self._world.each("taking memory for gradients", self.populate)
+        self._world.each("taking this rank's part of the shared memory", lambda: self.populate(self._mine))
         refused = ""
         for turn in range(self._cut.count):
             self._world.tell("pinning the shared memory", turn)
-            if turn == self._cut.index:
-                refused = self.arena.pin(accelerator, ends=[*ends, *self._ends])
+            if turn == self._cut.index:  # this may take minutes; with each piece the other ranks wait longer
+                refused = self.arena.pin(accelerator, ends=[*ends, *self._ends], pinned=self._world.act)
         return refused
 
     def give_back(self) -> None:
@@ -122,3 +123,8 @@ class SharedArena:
         self.arena.unpin()
         if self._counters.add(2 * self._cut.count) == self._cut.count - 1:
             self.arena.give_all_back()
+
+
+def part(space: ArenaRegion, nbytes: int, what: str) -> Lease:
+    """Lease a part of the shared memory until it is freed; it may be empty."""
+    return space.lease(nbytes, what) if nbytes else Lease(space, 0, 0)

@@ -16,7 +16,7 @@ from infinity.io.store import Extent
 from infinity.plan.layout import UnitLayout
 from infinity.ranks.shared_memory import SharedMemory
 from infinity.ranks.world import World
-from infinity.sharded.shared_arena import SharedArena
+from infinity.sharded.shared_arena import SharedArena, part
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.shard import RankPartition
 from infinity.tiers.home import WeightsHome
@@ -52,9 +52,10 @@ class SharedWindow:
         self.shared = shared = SharedArena(memory, cut, world, 0, own_bytes)
         self._homes = OwnWeightsMemory()
         self.mailboxes = shared.mailboxes
-        self.gradients = _part(shared.own, exchange_bytes, "gradients between ranks")
-        self._transfers = _part(shared.own, transfer_bytes, "weights of all ranks")
-        world.each("taking the shared memory", shared.populate)
+        self.gradients = part(shared.own, exchange_bytes, "gradients between ranks").space()
+        slots = part(shared.own, transfer_bytes, "weights of all ranks")
+        self._transfers = slots.space()
+        world.each("taking the shared memory", lambda: shared.populate(slots))
 
     def open(self, layout: UnitLayout, extents: Sequence[Extent | None], resting: ArenaRegion) -> WeightsHome:
         return self._homes.open(layout, extents, resting)
@@ -70,7 +71,3 @@ class SharedWindow:
 
     def give_back(self) -> None:
         self.shared.give_back()
-
-
-def _part(space: ArenaRegion, nbytes: int, what: str) -> ArenaRegion:
-    return space.lease(nbytes, what).space() if nbytes else ArenaRegion(space.memory, 0, 0)

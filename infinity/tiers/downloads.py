@@ -140,6 +140,10 @@ class D2HStream:
         self._native = _native.Landings(gate, pool)
         self._stream = accelerator.stream()
 
+    def future_of(self, event: Event) -> _native.IOFuture:
+        """Return a future that is done when the event has happened. A native thread waits for the event."""
+        return self._native.land(self._accelerator.handle(event), [])
+
     def close(self) -> None:
         """Wait until no copy uses host memory."""
         self._native.close()

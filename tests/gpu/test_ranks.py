@@ -14,7 +14,11 @@ from tests.ranks.workers import ended, run
 from tests.runtime import over_ranks
 
 RANKS = 2
-TIERS = [{"weights": "host", "optimizer": "host"}, {"weights": "host", "optimizer": "nvme"}]
+TIERS = [
+    {"weights": "host", "optimizer": "host"},
+    {"weights": "host", "optimizer": "nvme"},
+    {"weights": "nvme", "optimizer": "nvme"},
+]
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"there are not {RANKS} GPUs")
 
@@ -34,6 +38,17 @@ def test_ranks_with_gpus_train_to_the_bits_of_one(
 ) -> None:
     config = tiers | {"overlap": overlap, "frozen": frozen, "memory": {"host": "512MiB", "device": "64MiB"}}
     options = {"dtype": "bfloat16", "max_grad_norm": 0.01, "model": {"frozen": frozen != "auto"}}
+    monkeypatch.setattr(over_ranks, "DEVICE", "cuda")
+    losses, norms, weights = on_gpu(str(tmp_path / "one"), config, 2, options)
+    found = run(RANKS, on_gpu, str(tmp_path / "all"), config, 2, options, limit_s=120.0)
+    assert found == [(losses[rank::RANKS], norms, weights) for rank in range(RANKS)]
+
+
+def test_each_rank_fetches_the_experts_of_its_own_tokens_to_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": "bfloat16", "max_grad_norm": 0.01, "model": {"experts": 6}}
+    config = TIERS[0] | {"memory": {"host": "512MiB", "device": "64MiB"}}
     monkeypatch.setattr(over_ranks, "DEVICE", "cuda")
     losses, norms, weights = on_gpu(str(tmp_path / "one"), config, 2, options)
     found = run(RANKS, on_gpu, str(tmp_path / "all"), config, 2, options, limit_s=120.0)

@@ -98,7 +98,7 @@ OF_SHARING = [
     Mutant(
         "slices stay in the window until they are on the device",
         "infinity/sharded/mailboxes.py",
-        "        copies.wait()\n",
+        "        copies.wait(check)\n",
         "",
         (_DEVICES,),
     ),
@@ -140,8 +140,8 @@ OF_SHARING = [
     Mutant(
         "one rank says for all that they share no memory",
         "infinity/sharded/rank_agreement.py",
-        ' and config.ranks.wire == "auto" and world.leads:\n',
-        ' and config.ranks.wire == "auto":\n',
+        " and ranks.local_world == ranks.world and world.leads:\n",
+        " and ranks.local_world == ranks.world:\n",
         (_MEMORY, "-k", "one_line"),
     ),
     Mutant(
@@ -168,8 +168,8 @@ OF_SHARING = [
     Mutant(
         "the host of the store ends when all ranks know that it leaves",
         "infinity/ranks/watch.py",
-        " 2 * POLL_S)\n        self._stay_until_heard()\n",
-        " 2 * POLL_S)\n",
+        "        if self._works:\n            self._stay_until_heard()\n",
+        "",
         (_ALONE, "-k", "rank_0_has_ended"),
     ),
     Mutant(

@@ -531,7 +531,7 @@ def test_experts_stay_together_where_the_log_says_so(
     monkeypatch.setattr(experts, "has_others", lambda: True)
     several = make("Mixtral")[0]
     config = {"experts": "apart", "ranks": {"wire": "gloo"}}
-    experts.cut_banks(several, "apart", experts.why_together(SwapConfig.model_validate(config)))
+    experts.cut_banks(several, "apart", lambda: experts.why_together(SwapConfig.model_validate(config)))
     assert "experts: together in 2 of 2 layers: with several ranks and ranks.wire: gloo" in caplog.text
     assert not any(isinstance(module, experts.ExpertBank) for module in several.modules())
 

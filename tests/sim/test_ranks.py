@@ -82,6 +82,27 @@ def test_ranks_with_devices_train_to_the_bits_of_one_process(
         assert counts["copies down"]
 
 
+def test_a_rank_that_has_no_slice_of_any_unit_gets_the_weights_of_the_others(tmp_path: Path) -> None:
+    """A slice has at least 65,536 elements, so the fourth rank has none."""
+    options: dict[str, Any] = {"steps": 2, "dtype": "bfloat16"}
+    memory = {"memory": {"host": "512MiB", "device": "8MiB"}}
+    losses, norms, weights = train(str(tmp_path / "one"), TIERS[2], 1, 4, **options)
+    found = run(4, on_device, LAZY, str(tmp_path / "all"), TIERS[2] | memory, 1, 4, options)
+    assert [result for result, _ in found] == [(losses[rank::4], norms, weights) for rank in range(4)]
+
+
+@pytest.mark.parametrize("policy", [LAZY, random_policy(sampling.SEED)], ids=str)
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_each_rank_fetches_the_experts_of_its_own_tokens_to_its_device(
+    tmp_path: Path, policy: Policy, micro: int
+) -> None:
+    options = {"steps": 2, "dtype": "bfloat16", "max_grad_norm": 0.01, "model": {"experts": 6}}
+    memory = {"memory": {"host": "256MiB", "device": "8MiB"}}
+    losses, norms, weights = train(str(tmp_path / "one"), TIERS[0], micro, 2, **options)
+    found = run(2, on_device, policy, str(tmp_path / "all"), TIERS[0] | memory, micro, 2, options)
+    assert [result for result, _ in found] == [(losses[rank::2], norms, weights) for rank in range(2)]
+
+
 SLOW_S = 2.0
 """Seconds that the slow upload takes at most."""
 LAST = 2

@@ -116,7 +116,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device) -> PlanSce
     _require_possible(ranks, machine)
     from infinity.runtime.experts import cut_banks, why_together
 
-    cut_banks(model, config.experts, why_together(config, several=ranks > 1))
+    cut_banks(model, config.experts, lambda: why_together(config, several=ranks > 1))
     return PlanScenario(
         model=model,
         config=config,
