@@ -21,6 +21,7 @@ from infinity.sharded.outbox import GradientOutbox
 from infinity.sharded.shared_homes import SharedHomes
 from infinity.sharded.shared_slots import SharedFetchRules, SharedSlotPool
 from infinity.sharded.shared_window import SharedWindow
+from infinity.sharded.slot_book import SlotBook
 from infinity.state.shard import Shard
 from infinity.tiers.downloads import GradientQueue
 from infinity.tiers.resources import ModelResources
@@ -48,8 +49,10 @@ def open_fetch_rules(resources: ModelResources) -> FetchRules:
     """Return the rules for fetches and evictions that suit the number of ranks."""
     if isinstance(resources.weights, SharedHomes):
         return SharedFetchRules(resources.weights)
-    several = isinstance(resources.world, MultiRankWorld)
-    return MultiRankFetchRules(resources.plan.budgets.slot_bytes) if several else SingleProcessFetchRules()
+    if not isinstance(resources.world, MultiRankWorld):
+        return SingleProcessFetchRules()
+    nbytes, units = resources.plan.budgets.slot_bytes, [unit.full for unit in resources.plan.layout.units]
+    return MultiRankFetchRules(nbytes, None if resources.device is None else SlotBook(nbytes, units))
 
 
 def open_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.errors import PlanError
+from infinity.ranks import shared_memory
 from infinity.runtime import experts
 from tests.models import loss_of
 from tests.ranks.workers import ended, run
@@ -91,3 +93,23 @@ def test_experts_that_are_apart_need_weights_that_all_ranks_share(tmp_path: Path
     for outcome in ended(2, where_weights_are_not_shared, str(tmp_path)):
         assert isinstance(outcome.error, PlanError)
         assert "the experts are apart, and several ranks fetch different experts" in str(outcome.error)
+
+
+def without_memory() -> bool:
+    """Return whether experts are apart where rank 0 may not make memory to share."""
+
+    def denied() -> int:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    shared_memory.make_memfd = denied  # type: ignore[assignment]
+    experts._each = lambda nbytes: 3  # type: ignore[assignment]
+    model, batch = make("Qwen3Moe")
+    infinity.offload(model, {"commit_every": 0, "memory": {"host": "256MiB", "device": "64MiB"}, **HOST})
+    loss_of(model, batch).backward()
+    apart = any(isinstance(module, experts.ExpertBank) for module in model.modules())
+    infinity.close(model)
+    return apart
+
+
+def test_experts_are_together_where_ranks_cannot_share_memory() -> None:
+    assert run(2, without_memory) == [False, False]

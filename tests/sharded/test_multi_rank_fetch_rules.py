@@ -3,20 +3,23 @@ updates."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import infinity
 from infinity.sharded.multi_rank_fetch_rules import MultiRankFetchRules
+from infinity.sharded.slot_book import SlotBook
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import StateDestination
 from infinity.units.fetch_rules import FetchRules, SingleProcessFetchRules
 from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate
+from infinity.units.weights import Residency
 from tests.tiers.fakes import UpdateFuture
-from tests.units.fakes import under_way, wanted
+from tests.units.fakes import under_way, unit_of, wanted
 from tests.units.rooms import alone, brought, residencies
 
 
@@ -99,3 +102,28 @@ def test_a_unit_on_its_way_makes_room_for_what_is_needed_now_only(policy: FetchR
     assert residencies(room) == ["fetching", "released"]
     assert not policy.may_evict(room.units[0], prefetch=True)
     assert policy.may_evict(room.units[0], prefetch=False)
+
+
+def test_ranks_with_devices_evict_until_the_free_memory_is_in_one_piece() -> None:
+    """Units of 2, 2 and 3 pages leave 1 page of 8. Without the first unit 3 pages are free, in two pieces."""
+    sizes = (2, 2, 3, 3)
+    units = [unit_of(index, (pages,)) for index, pages in enumerate(sizes)]
+    book = SlotBook(8 * PAGE_BYTES, units)
+    assert all(book.take(units[index], range(index)) for index in range(3))
+    assert not book.take(units[3], {1, 2})
+    assert book.take(units[3], {2})
+
+
+def test_a_slot_that_no_eviction_makes_room_for_takes_memory_all_the_same() -> None:
+    def unit(index: int, *, in_use: bool = True) -> Any:
+        weights = SimpleNamespace(in_use=in_use, residency=Residency.RESIDENT)
+        views = SimpleNamespace(saved_by_autograd=lambda: False)
+        return SimpleNamespace(index=index, full=units[index], weights=weights, views=views)
+
+    units = [unit_of(index, (pages,)) for index, pages in enumerate((2, 2, 3, 3))]
+    policy = MultiRankFetchRules(8 * PAGE_BYTES, SlotBook(8 * PAGE_BYTES, units))
+    for index in range(3):
+        assert policy.fits(unit(index), [unit(other) for other in range(index)])
+    assert not policy.fits(unit(3), [unit(0), unit(1), unit(2)]), "10 pages"
+    assert policy.fits(unit(3), [unit(1), unit(2)]), "3 pages are free, in two pieces, and both units are in use"
+    assert not policy.fits(unit(3), [unit(1), unit(2, in_use=False)]), "the unit of 3 pages may go"
