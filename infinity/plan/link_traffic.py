@@ -105,6 +105,11 @@ class LinkBytes:
         """Bytes written to NVMe."""
         return self.gradients + self.written + self.commit_share
 
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes read from NVMe and written to it."""
+        return self.read_bytes + self.written_bytes
+
 
 @dataclass(frozen=True)
 class UnitFetches:

@@ -168,6 +168,8 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
     none = TierSplit("nvme", frozenset())
     if config.weights != "auto":
         return none if config.weights == "nvme" else TierSplit(config.weights, inputs.every)
+    if limits.sharing == "weights" and not limits.in_place:  # ranks with devices upload from one copy, if RAM has room
+        return TierSplit("host", inputs.every)
     room -= _host_bytes(inputs, none, states_in_ram) + _bounce_bytes(inputs)
     if inputs.cost(inputs.weight) + _upload_bytes(inputs, inputs.every) <= room or not config.nvme.paths:
         share = limits.for_weights - inputs.resident_bytes

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -35,7 +36,7 @@ from typing import Literal
 import torch
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, PlanError, printable
+from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.budgets import Budgets, UpdateStaging, copies_bytes, device_bytes, fits_slots, plan_staging
 from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, CommitFrequency, frequency_of
 from infinity.plan.disk import DiskLimits, disks_of
@@ -110,9 +111,22 @@ def make_plan(
     def plan_of(among: PeerFacts) -> Plan:
         return _fastest_plan(units, terms, can_recompute, sites, among, commits, disks)
 
-    plan = plan_of(peers)
+    passing = replace(peers, sharing="transfers")
+    may_pass = peers.sharing == "weights" and terms.config.weights == "auto" and terms.config.nvme.paths and not commits
+    try:
+        plan = plan_of(peers)
+    except DeviceRoomError:
+        raise
+    except PlanError:
+        if not may_pass:
+            raise
+        return plan_of(passing)
     if peers.sharing == "weights" and plan.placement.weights.in_ram != frozenset(unit.index for unit in units):
-        return plan_of(replace(peers, sharing="transfers"))
+        return plan_of(passing)
+    if may_pass and not plan.budgets.limits.in_place:  # RAM for all weights may be worth more to states
+        with suppress(PlanError):
+            other = plan_of(passing)
+            return min(plan, other, key=lambda each: each.forecast.moved.nvme_bytes)
     return plan
 
 
