@@ -311,7 +311,8 @@ class PlanInput:
         """Host memory for gradients on their way to the ranks that own them."""
         if not self.limits.slice_count:
             return 0
-        senders = self.limits.slice_count - (self.limits.sharing != "nothing")  # its own piece a rank has in its box
+        # With shared memory, a rank receives no piece from itself: it adds its own piece from the box.
+        senders = self.limits.slice_count - (self.limits.sharing != "nothing")
         return exchange_bytes([(unit.full, unit.local) for unit in self.units], senders)
 
     @cached_property

@@ -7,8 +7,8 @@ Gradients are therefore sent by `all_to_all_single`, which writes directly to th
 the gradients. A header is also sent by `all_to_all_single`, which sends it directly to each rank. `all_gather` would
 pass the header around a ring in N - 1 hops.
 
-Only host memory is supported. On a device, NCCL's all-gather could gather in place, with a slice of the output as its
-input.
+Only host memory is supported here. Slices and gradients that ranks share in memory do not come here, but go through
+sharded/mailboxes.py, also to devices.
 """
 
 from __future__ import annotations

@@ -86,8 +86,12 @@ class AllGather:
     in_buffer: bool = True
 
     def shared_pieces(self, rank: int) -> tuple[int, Sequence[torch.Tensor]]:
-        """Return where the pieces for a rank begin behind the places of all ranks, and the rank's memory for the piece
-        of each rank; an empty tensor if the rank needs no piece."""
+        """Return where a rank finds its pieces, and where it puts them.
+
+        Returns:
+            The offset of the rank's piece from the place that each rank has told, and the rank's memory for the piece
+            of each rank; an empty tensor if the rank needs no piece.
+        """
         pieces = list(self.buffer.split(list(self.slices)))
         if self.in_buffer:
             pieces[rank] = pieces[rank][:0]

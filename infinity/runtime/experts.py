@@ -80,7 +80,7 @@ def why_together(config: SwapConfig, *, several: bool | None = None, shares: Cal
     if config.ranks.wire == "gloo":
         return "with several ranks and ranks.wire: gloo, all ranks fetch the same weights"
     if config.experts == "auto" and config.weights != "host":
-        return "several ranks certainly share all weights only with weights: host"
+        return "with several ranks, they are apart only with weights: host"
     if config.experts == "auto" and not shares():
         return "the ranks cannot share memory"
     return ""
