@@ -70,6 +70,11 @@ class Transfer:
             state = self.state if self.state_of is None else self.state_of(failure)
             raise _error_of(failure, self.unit, state, self.step)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the request has failed. Does not wait."""
+        return self.done() and self.future.failure() is not None
+
     def wait(self) -> None:
         """Wait until the request is done or has failed."""
         if not self.future.wait(_WARN_AFTER_S):

@@ -65,8 +65,9 @@ class Budgets:
         slot_bytes: device memory for fetched weights.
         ring: device memory for gradients on their way to the host.
         longest_ring_bytes: size that the ring would have with a larger memory.device.
-        resident_bytes: device memory for the units all of whose states are kept there, including `scratch_bytes`.
-        scratch_bytes: device memory for temporary values in the updates of these units.
+        resident_bytes: device memory for the states that are kept and updated there, including the next two.
+        scratch_bytes: device memory for temporary values in the updates on the device.
+        operand_bytes: device memory for weights and gradients from RAM, in updates on the device.
         decoding_bytes: device memory in which encoded weights wait until they are decoded into slots; 0 if the device
             has no memory of its own.
         decodes: whether some weights are decoded into slots.
@@ -92,6 +93,7 @@ class Budgets:
     longest_ring_bytes: int
     resident_bytes: int
     scratch_bytes: int
+    operand_bytes: int
     decoding_bytes: int
     decodes: bool
     upload_bytes: int
@@ -141,7 +143,7 @@ def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Upd
     _require_isa()
     config = inputs.config
     threads = update_threads(config)
-    groups = [group for unit in inputs.units for group in unit.local.trainable_groups]
+    groups = [group for unit in inputs.updated_here for group in unit.local.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
     if config.update.tile is not None:
         numel = max(config.update.tile // 4, 1)

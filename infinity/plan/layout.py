@@ -81,9 +81,14 @@ class UnitLayout:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes of device memory for all states of the unit; 0 if the unit is not resident."""
+        """Bytes of device memory for the states of the unit that are kept there; 0 if there are none."""
         nbytes = sum(state.resident_bytes for state in self.kept())
         return nbytes + FLAG_BYTES if nbytes else 0
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether all states of the unit are kept on the device."""
+        return any(group.weight.resident_bytes for group in self.groups)
 
     def kept(self) -> list[StateLayout]:
         """Return the places of the unit's states that belong to generations: all but the gradients."""
@@ -202,7 +207,13 @@ class StorageLayout:
 
     @cached_property
     def resident_numel(self) -> int:
-        """Number of trained parameters whose states rest on the device."""
+        """Number of trained parameters whose weights, states and gradients rest on the device."""
+        groups = [group for unit in self.units if unit.is_resident for group in unit.local.trainable_groups]
+        return sum(spec.numel for group in groups for spec in group.specs)
+
+    @cached_property
+    def updated_there_numel(self) -> int:
+        """Number of trained parameters that are updated on the device."""
         groups = [group for unit in self.units if unit.resident_bytes for group in unit.local.trainable_groups]
         return sum(spec.numel for group in groups for spec in group.specs)
 

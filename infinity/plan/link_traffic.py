@@ -39,6 +39,7 @@ class UnitLoad:
 
     Attributes:
         resident: whether the unit is kept and updated on the device.
+        updated_there: whether the unit is updated on the device, with weights and gradients from RAM.
         forwards, backwards: number of fetches for forward and backward passes.
         fetched: bytes that one fetch moves to the device.
         read: bytes that one fetch reads from NVMe.
@@ -51,6 +52,7 @@ class UnitLoad:
 
     unit: UnitBytes
     resident: bool = False
+    updated_there: bool = False
     forwards: float = 0
     backwards: float = 0
     fetched: int = 0
@@ -74,8 +76,9 @@ class LinkBytes:
         written: weights and optimizer states that are written.
         commit_share: bytes of the states in RAM that a commit writes, divided by the number of steps between commits.
         up, down: bytes to the device, and bytes of gradients from the device; 0 if the device has no memory of its own.
-        resident: bytes of resident units that a commit copies from the device, divided by the number of steps between
+        resident: bytes of states on the device that a commit copies from there, divided by the number of steps between
             commits; a part of `commit_share`.
+        operands, results: weights and gradients from RAM for updates on the device, and weights to RAM.
         gathered: weights from the other ranks.
         exchanged: gradients from the other ranks, counted as one micro-batch for each pass.
         decoded: bytes of slots that encoded weights were decoded into.
@@ -90,6 +93,8 @@ class LinkBytes:
     up: int
     down: int
     resident: int
+    operands: int
+    results: int
     gathered: int
     exchanged: int
     decoded: int
@@ -161,7 +166,7 @@ def link_bytes(
         if unit.index not in in_ram:
             weights += fetches * unit.weight
             states += used.update * unit.trained_weight
-        if unit.index not in placement.optimizer.in_ram:
+        if unit in inputs.updated_here and unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(inputs, unit)
@@ -182,6 +187,8 @@ def link_bytes(
         up=round(up),
         down=down,
         resident=_resident_bytes(inputs),
+        operands=sum(map(operands_of, inputs.states_there)),
+        results=sum(unit.trained_weight for unit in inputs.states_there),
         gathered=round(gathered),
         exchanged=exchanged,
         decoded=round(decoded),
@@ -193,14 +200,17 @@ def _load(
     inputs: PlanInput, placement: StatePlacement, unit: UnitBytes, used: UnitFetches, *, speculates: bool
 ) -> UnitLoad:
     spills = unit.index not in placement.gradients.in_ram
-    weights, states = unit.index not in placement.weights.in_ram, unit.index not in placement.optimizer.in_ram
+    there = unit.index in inputs.updated_there
+    weights = unit.index not in placement.weights.in_ram
+    states = not there and unit.index not in placement.optimizer.in_ram
     return UnitLoad(
         unit,
+        updated_there=there,
         forwards=used.forwards,
         backwards=used.backwards,
-        fetched=unit.weight,
+        fetched=unit.full.home_bytes,
         read=weights * unit.weight,
-        down=inputs.passes * unit.gradient_native,
+        down=inputs.passes * unit.full.gradient_bytes,
         spilled=spills * gradient_traffic(inputs, unit),
         states_read=weights * used.update * unit.trained_weight + states * unit.state,
         states_written=weights * unit.trained_weight + states * unit.state,
@@ -212,7 +222,13 @@ def _load(
 def _resident_bytes(inputs: PlanInput) -> int:
     if not inputs.commit_every:
         return 0
-    return sum(unit.trained_weight + unit.state for unit in inputs.resident) // inputs.commit_every
+    whole = sum(unit.trained_weight + unit.state for unit in inputs.resident)
+    return (whole + sum(unit.state for unit in inputs.states_there)) // inputs.commit_every
+
+
+def operands_of(unit: UnitBytes) -> int:
+    """Return the bytes of weights and gradients from RAM that the update of a unit on the device needs."""
+    return unit.trained_weight + unit.gradient_fp32  # ranks add gradients in fp32
 
 
 def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
@@ -346,9 +362,8 @@ def speculates(inputs: PlanInput, placement: StatePlacement, *, clips: bool) -> 
         return frozenset()
     moved = frozenset(
         unit.index
-        for unit in inputs.units
-        if unit.state
-        and unit.index not in placement.optimizer.in_ram
+        for unit in inputs.updated_here
+        if unit.index not in placement.optimizer.in_ram
         and unit_may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)
     )

@@ -49,7 +49,7 @@ class TierSplit:
     Attributes:
         tier: device, host or nvme; nvme if only some of the units rest in RAM.
         in_ram: indices of the units that rest in host memory.
-        resident: indices of the units all of whose states rest on the device (resident_units.py).
+        resident: indices of the units whose weights, states or gradients rest on the device (resident_units.py).
     """
 
     tier: str
@@ -182,9 +182,9 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
 
 def _place_states(inputs: PlanInput, room: int) -> TierSplit:
     if inputs.cost(inputs.state) <= room or not inputs.config.nvme.paths:
-        return TierSplit("host", inputs.trained)
-    trained = (unit for unit in inputs.units if unit.state)
-    return TierSplit("nvme", as_far_as(((unit.index, inputs.cost(unit.state)) for unit in trained), room))
+        return TierSplit("host", frozenset(unit.index for unit in inputs.updated_here))
+    costs = ((unit.index, inputs.cost(unit.state)) for unit in inputs.updated_here)
+    return TierSplit("nvme", as_far_as(costs, room))
 
 
 def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
@@ -296,6 +296,12 @@ def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacem
         inputs: the input of the planner.
         room: bytes of host memory for gradients, if some gradients spill.
     """
+    for each in _gradient_placements(inputs, room):
+        if inputs.updated_there <= each.in_ram:  # the device updates from RAM
+            yield each
+
+
+def _gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacement]:
     config = inputs.config
     if config.gradients != "nvme":
         yield GradientPlacement(inputs, inputs.trained, fp32=True, window=False)
@@ -312,7 +318,7 @@ def _as_many_as_fit(inputs: PlanInput, room: int) -> frozenset[int]:
     smaller."""
     nothing, everything = _spilled(inputs, frozenset()), _spilled(inputs, inputs.trained)
     trained = (unit for unit in inputs.units if unit.state)
-    ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)
+    ordered = sorted(trained, key=lambda unit: (unit.index in inputs.updated_there, unit.gradient_native), reverse=True)
     costs = [(unit.index, sum(everything.lease_bytes(unit, group) for group in unit.groups)) for unit in ordered]
     return as_far_as(costs, room - nothing.host_bytes)
 

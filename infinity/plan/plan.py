@@ -234,8 +234,12 @@ def _share(held_bytes: int, held: int, count: int) -> str:
 def _resident(placement: StatePlacement, budgets: Budgets, layout: StorageLayout) -> list[str]:
     """Return the log's line about the units that are kept and updated on the device; empty if there are none."""
     count = len(placement.optimizer.resident)
-    units = f"{count} of {layout.trained_count} units stay on the device and are updated there"
-    return [f"    {units}: {format_bytes(budgets.resident_bytes)} with their gradients"] if count else []
+    units, nbytes = f"{count} of {layout.trained_count} units", format_bytes(budgets.resident_bytes)
+    if not count:
+        return []
+    if placement.weights.resident:
+        return [f"    {units} stay on the device and are updated there: {nbytes} with their gradients"]
+    return [f"    the states of {units} stay on the device and are updated there: {nbytes} with memory for updates"]
 
 
 def _gradients(placement: StatePlacement, budgets: Budgets, layout: StorageLayout) -> str:

@@ -232,6 +232,8 @@ class PlanInput:
         secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
             (sharded/gathered_slots.py).
         resident: bytes of the units all of whose states are kept on the device (resident_units.py).
+        updated_there: indices of the units in `units` whose optimizer states are kept on the device, where they are
+            updated, although their weights and gradients rest elsewhere.
     """
 
     config: SwapConfig
@@ -243,6 +245,7 @@ class PlanInput:
     commit_every: int
     secondary_bytes: int = 0
     resident: tuple[UnitBytes, ...] = ()
+    updated_there: frozenset[int] = frozenset()
 
     @cached_property
     def all_units(self) -> list[UnitBytes]:
@@ -251,13 +254,31 @@ class PlanInput:
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes of device memory for the resident units: states, gradients, and temporary memory of their updates."""
-        return sum(unit.resident_bytes(fp32=self.resident_adds_up) for unit in self.resident) + self.scratch_bytes
+        """Bytes of device memory for the states that are kept and updated there, for the gradients of the resident
+        units, and for the memory of the updates."""
+        whole = sum(unit.resident_bytes(fp32=self.resident_adds_up) for unit in self.resident)
+        return whole + sum(map(states_there_bytes, self.states_there)) + self.scratch_bytes + self.operand_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of device memory for temporary values in the updates and norms of resident units."""
-        return scratch_bytes(self.resident)
+        """Bytes of device memory for temporary values in the updates on the device, and in the norms of resident
+        units."""
+        return scratch_bytes((*self.resident, *self.states_there))
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of device memory for the weights and gradients of updates of `updated_there`."""
+        return operand_bytes(self.states_there)
+
+    @cached_property
+    def states_there(self) -> list[UnitBytes]:
+        """Bytes of the units of `updated_there`."""
+        return [unit for unit in self.units if unit.index in self.updated_there]
+
+    @cached_property
+    def updated_here(self) -> list[UnitBytes]:
+        """Bytes of the units whose optimizer states are in RAM or on NVMe, and that the processor updates."""
+        return [unit for unit in self.units if unit.state and unit.index not in self.updated_there]
 
     @property
     def passes(self) -> int:
@@ -285,7 +306,8 @@ class PlanInput:
 
     @cached_property
     def state(self) -> int:
-        return sum(unit.state for unit in self.units)
+        """Bytes of the optimizer states that are not on the device."""
+        return sum(unit.state for unit in self.updated_here)
 
     @cached_property
     def every(self) -> frozenset[int]:
@@ -321,7 +343,8 @@ class PlanInput:
         if not self.commit_every:
             return 0
         longest = max(_COMMIT_BYTES_MIN, self.limits.host // _COMMIT_SHARE_OF_HOST // PAGE_BYTES * PAGE_BYTES)
-        return min(longest, sum(unit.weight + unit.state for unit in self.resident))
+        whole = sum(unit.weight + unit.state for unit in self.resident)
+        return min(longest, whole + sum(unit.state for unit in self.states_there))
 
     @property
     def activation_bytes(self) -> int:
@@ -364,11 +387,11 @@ class PlanInput:
             return 0 if in_ram else 1
         return self.config.keep + self.config.pins + 1 if changes else 1
 
-    def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
+    def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: frozenset[int]) -> int:
         """Return the size of the swap file without gradients."""
         total = 0
         for unit in self.units:
-            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram
+            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram | self.updated_there
             total += unit.trained_weight * self.copies(changes=True, in_ram=weights)
             total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=weights)
             total += unit.state * self.copies(changes=True, in_ram=states)
@@ -427,6 +450,19 @@ def scratch_bytes(resident: Iterable[UnitBytes]) -> int:
     """
     numel = max((group.numel for unit in resident for group in unit.local.trainable_groups), default=0)
     return round_up(_SCRATCH_ITEMSIZE * min(numel, _SCRATCH_NUMEL), PAGE_BYTES)
+
+
+def states_there_bytes(unit: UnitBytes) -> int:
+    """Return the bytes of device memory for the optimizer states of a unit that is updated there."""
+    return unit.state + FLAG_BYTES
+
+
+def operand_bytes(units: Iterable[UnitBytes]) -> int:
+    """Return the bytes of device memory for the weights and gradients of updates whose weights and gradients rest in
+    RAM: room for two groups, one of which is copied while the other is updated."""
+    groups = [group for unit in units for group in unit.groups if group.states]
+    sizes = (round_up(group.weight, PAGE_BYTES) + round_up(group.gradient_fp32, PAGE_BYTES) for group in groups)
+    return 2 * max(sizes, default=0)
 
 
 def exchange_bytes(units: Sequence[tuple[Unit, Unit]], senders: int) -> int:

@@ -176,19 +176,39 @@ def _fastest_plan(
         """Return the plan with a share of the resident units that fit, for one way to keep activations."""
         config = terms.config.model_copy(update={"activations": kept.tier})
         room = _beside_activations(limits, terms, kept, decodes=any(unit.encoded for unit in counted))
+        chosen = resident_units(config, room, counted, sites, adds_up=adds_up, refusal=terms.refusal, share=share)
+        try:
+            return updating(chosen, config, room, kept)
+        except PlanError:  # the gradients of updates on the device wait in RAM, if ranks add them there
+            if not limits.slice_count or not chosen or config.optimizer == "device":
+                raise
+            return updating(frozenset(), config, room, kept)
+
+    def updating(chosen: frozenset[int], config: SwapConfig, room: MemoryLimits, kept: KeptActivations) -> Plan:
+        """Return the plan with these units updated on the device."""
+        if (kept, chosen) in plans:  # another share of the same units
+            return plans[kept, chosen]
         # weights that are in their slots until their update are gathered only once
         once = peers.sharing == "weights" or not limits.in_place or fits_slots(units, room)
         among = replace(peers, near=None) if once else peers
         secondary = 0 if among.near is None else secondary_bytes(units, among.near)
-        chosen = resident_units(config, room, counted, sites, adds_up=adds_up, refusal=terms.refusal, share=share)
-        if (kept, chosen) in plans:  # another share of the same units
-            return plans[kept, chosen]
-        resident = tuple(unit for unit in counted if unit.index in chosen)
-        others = tuple(unit for unit in counted if unit.index not in chosen)
+        # Weights that ranks share stay in RAM, and their gradients meet there. So only the states are on the device.
+        whole, there_only = (frozenset[int](), chosen) if limits.slice_count else (chosen, frozenset[int]())
+        resident = tuple(unit for unit in counted if unit.index in whole)
+        others = tuple(unit for unit in counted if unit.index not in whole)
 
         def plan(commits: CommitFrequency) -> Plan:
             inputs = PlanInput(
-                config, room, there, others, stored, terms.accumulation_steps, commits.every, secondary, resident
+                config,
+                room,
+                there,
+                others,
+                stored,
+                terms.accumulation_steps,
+                commits.every,
+                secondary,
+                resident,
+                there_only,
             )
             made = _plan(inputs, commits, terms.device, recompute=kept.recompute, sites=sites, resumes=terms.resumes)
             return replace(made, peers=among)
@@ -281,7 +301,7 @@ def _plan(
     host_bytes += kept
     placement = StatePlacement(
         weights=_beside(placed.weights, inputs, others=bool(inputs.units)),
-        optimizer=_beside(placed.optimizer, inputs, others=bool(inputs.trained)),
+        optimizer=_beside(placed.optimizer, inputs, inputs.updated_there, others=bool(inputs.updated_here)),
         gradients=_beside(
             TierSplit("nvme" if gradients.spills else "host", gradients.in_ram), inputs, others=bool(inputs.trained)
         ),
@@ -301,6 +321,7 @@ def _plan(
         longest_ring_bytes=longest,
         resident_bytes=inputs.resident_bytes,
         scratch_bytes=inputs.scratch_bytes,
+        operand_bytes=inputs.operand_bytes,
         decoding_bytes=0 if inputs.limits.in_place else inputs.decoding_bytes,
         decodes=bool(inputs.decoded),
         upload_bytes=placed.upload_bytes,
@@ -326,9 +347,18 @@ def _plan(
     return plan
 
 
-def _beside(split: TierSplit, inputs: PlanInput, *, others: bool) -> TierSplit:
-    """Return the tiers of all units. `split` has the tiers of the units that are not resident, if there are others."""
-    resident = frozenset(unit.index for unit in inputs.resident)
+def _beside(
+    split: TierSplit, inputs: PlanInput, there_only: frozenset[int] = frozenset(), *, others: bool
+) -> TierSplit:
+    """Return the tiers of all units.
+
+    Args:
+        split: tiers of the units that are not on the device.
+        inputs: the input of the planner.
+        there_only: units that are not resident and whose states of this kind are on the device.
+        others: whether there are units that are not on the device.
+    """
+    resident = frozenset(unit.index for unit in inputs.resident) | there_only
     return replace(split, tier=split.tier if others or not resident else "device", resident=resident)
 
 

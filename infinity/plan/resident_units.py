@@ -1,4 +1,5 @@
-"""Choice of the resident units: units all of whose states are kept on the device, and that are updated there.
+"""Choice of the units that are updated on the device. With one process these are the resident units: units all of whose
+states are kept on the device.
 
 The weights, optimizer states and gradients of a resident unit never leave the device except for commits. So a resident
 unit needs no slot, no ring for its gradients, no RAM and no time of the processor. Each byte of device memory that the
@@ -8,6 +9,10 @@ spread evenly over the model: while the device updates a resident unit, the proc
 If the planner does not know the batch, `auto` leaves half of memory.device to activations, as without resident units,
 but not more than 40 GiB. If the planner knows the batch, activations get what they need, and with the rates of the
 machine the planner chooses a share of the units that fit (fastest_plan.py). `device` takes all units that are trained.
+
+If several ranks share their weights in RAM, only a rank's slices of the optimizer states are kept on its device. The
+weights stay in RAM, where all ranks fetch them, and the gradients of all ranks are added there. An update copies the
+weights and the gradients of a slice to the device, and the new weights back.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from infinity.config import SwapConfig
 from infinity.errors import PlanError
 from infinity.plan.budgets import needed_at_once
-from infinity.plan.plan_input import MemoryLimits, UnitBytes, scratch_bytes
+from infinity.plan.plan_input import MemoryLimits, UnitBytes, operand_bytes, scratch_bytes, states_there_bytes
 from infinity.plan.speculation_memory import spread_out
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookedModule
@@ -37,7 +42,7 @@ def resident_units(
     refusal: Callable[[], str],
     share: float = 1.0,
 ) -> frozenset[int]:
-    """Return the indices of the resident units.
+    """Return the indices of the units that are updated on the device.
 
     Args:
         config: the swap config.
@@ -62,23 +67,26 @@ def resident_units(
         if config.optimizer == "device":
             raise PlanError(f"optimizer: device is not possible: {reason}. Set optimizer: auto, host or nvme.")
         return frozenset()
-    costs = {unit.index: unit.resident_bytes(fp32=adds_up) for unit in trained}
+    moves = limits.slice_count > 0  # whether the weights and gradients of these units rest in RAM
+    costs = {unit.index: states_there_bytes(unit) if moves else unit.resident_bytes(fp32=adds_up) for unit in trained}
 
     def beside(resident: Collection[int]) -> int:
-        """Return the bytes that the other units need on the device at least."""
-        others = [unit for unit in units if unit.index not in resident]
+        """Return the bytes that are needed on the device at least, beside what these units cost."""
+        others = [unit for unit in units if moves or unit.index not in resident]
         slots = [unit.full for unit in others]
         if config.weights != "device":
             slots = needed_at_once([unit.full for unit in units], sites, {unit.index for unit in others})
         ring = sum(sorted(unit.full.gradient_bytes for unit in others)[-2:])
         decoding = sum(sorted(unit.encoded for unit in others)[-2:])
-        return sum(unit.weight_bytes for unit in slots) + ring + decoding + scratch_bytes(trained)
+        operands = operand_bytes(trained) if moves else 0
+        return sum(unit.weight_bytes for unit in slots) + ring + decoding + scratch_bytes(trained) + operands
 
     whole = sum(costs.values()) + beside(costs)
     if config.optimizer == "device" and whole > limits.device:
         raise PlanError(
             f"optimizer: device needs {format_bytes(whole)} of memory.device: {format_bytes(sum(costs.values()))} for "
-            f"weights, optimizer states and gradients, and the rest for other weights; memory.device is "
+            f"{'' if moves else 'weights, '}optimizer states{'' if moves else ' and gradients'}, and the rest for "
+            f"{'weights and updates' if moves else 'other weights'}; memory.device is "
             f"{format_bytes(limits.device)}. Raise memory.device to {enough_bytes(whole)} plus what activations need, "
             "or set optimizer: auto."
         )
@@ -94,11 +102,13 @@ def _refusal(config: SwapConfig, limits: MemoryLimits, trained: Sequence[UnitByt
     """Return why units cannot be kept on the device; "" if they can."""
     if limits.in_place:
         return "the CPU has no memory of its own besides RAM"
-    if limits.slice_count:
-        return "several ranks keep their slices of the states in RAM or on NVMe"
+    if limits.gathers or (limits.slice_count and config.weights == "nvme"):
+        return "several ranks update on their devices only if they share all weights in RAM, and here they do not"
+    if limits.slice_count and config.gradients == "nvme":
+        return "with several ranks it updates from gradients in RAM, and the config has gradients: nvme"
     if config.moments != "fp32":
         return f"moments: {config.moments} is updated on the CPU only"
-    if config.weights not in ("auto", "device"):
+    if config.weights not in ("auto", "device", *(("host",) if limits.slice_count else ())):
         return f"the weights of such units are kept on the device, too, and the config has weights: {config.weights}"
     if config.master == "none" and any(
         master_format(group.group.dtype, config.master) == "none" for unit in trained for group in unit.groups

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from infinity.plan.link_traffic import LinkBytes, UnitLoad
+from infinity.plan.link_traffic import LinkBytes, UnitLoad, operands_of
 from infinity.plan.plan import Plan
 from infinity.plan.step_flow import StepFlow, UnitSeconds
 from infinity.state.machine_rates import ADAM_BYTES, RESIDENT_ADAM_BYTES, RESIDENT_NORM_BYTES, MachineRates
@@ -108,7 +108,7 @@ class _MachineShare:
         # up on the device.
         passes = max(self._plan.forecast.passes, 1)
         landings = 1.0 if self._plan.budgets.ring.adds_up else work.landings / passes
-        landed = self._landing_numel * landings * passes
+        landed = self._landing_numel * landings * passes * self._senders
         on_nvme = work.moved_bytes if self._plan.placement.activations == "nvme" else 0
         checked = moved.weights + 2 * moved.gradients + 2 * on_nvme
         busy = {
@@ -133,7 +133,8 @@ class _MachineShare:
         return busy
 
     def updates(self, moved: LinkBytes) -> dict[str, float]:
-        machine, numel = self._machine, self._landing_numel
+        machine, layout = self._machine, self._plan.layout
+        numel = layout.trainable_numel - layout.updated_there_numel
         moments = self._plan.placement.form.moments
         adam = self._of_cores(numel / machine.adam.get(moments, machine.adam["fp32"]))
         states = moved.states + moved.written + moved.commit_share
@@ -142,9 +143,11 @@ class _MachineShare:
             "processor": adam + self._of_cores(states / machine.checksums),
             "memory": self._ranks * numel * ADAM_BYTES[moments] / machine.dram,
         }
-        resident = self._plan.layout.resident_numel
-        if resident:
-            busy["compute"] = resident * (RESIDENT_ADAM_BYTES + RESIDENT_NORM_BYTES) / machine.hbm
+        if layout.updated_there_numel:
+            there = layout.updated_there_numel * RESIDENT_ADAM_BYTES + layout.resident_numel * RESIDENT_NORM_BYTES
+            busy["compute"] = there / machine.hbm
+            busy["up"], busy["down"] = moved.operands / machine.up, moved.results / machine.down
+            busy["memory"] += self._ranks * (moved.operands + moved.results) / machine.dram
         return busy
 
     def flow(self, moved: LinkBytes, work: StepWork, busy: Mapping[str, float]) -> float:
@@ -168,19 +171,20 @@ class _MachineShare:
         def seconds(load: UnitLoad, of_unit: float) -> UnitSeconds:
             numel = sum(group.group.numel for group in load.unit.groups if group.group.trainable)
             written = self.disk(0, load.states_written)
+            there = load.resident or load.updated_there
             checked = cores((load.states_read + load.states_written + load.read * load.forwards) / machine.checksums)
             return UnitSeconds(
                 forward_s=of_unit / whole * work.forward_flops / machine.flops,
                 backward_s=of_unit / whole * (work.flops - work.forward_flops) / machine.flops,
-                on_device=load.resident * numel * RESIDENT_ADAM_BYTES / machine.hbm,
+                on_device=self._on_device(load, numel) if there else 0.0,
                 fetch_forward=load.forwards * load.fetched / machine.up,
                 fetch_backward=load.backwards * load.fetched / machine.up,
                 read_forward=self.disk(load.forwards * load.read, 0),
                 read_backward=self.disk(load.backwards * load.read, 0),
                 down=landings * load.down / machine.down,
-                land=0.0 if load.resident else slowed * cores(landings * numel / machine.land),
+                land=0.0 if load.resident else slowed * cores(landings * numel * self._senders / machine.land),
                 spill=self.disk(0, load.spilled),
-                update=0.0 if load.resident else slowed * (cores(numel / adam) + checked),
+                update=0.0 if there else slowed * (cores(numel / adam) + checked),
                 read=self.disk(load.states_read + load.spilled, load.states_written) - written,
                 write=written,
                 slot_bytes=load.slot,
@@ -192,9 +196,24 @@ class _MachineShare:
         norm = self._plan.layout.resident_numel * RESIDENT_NORM_BYTES / machine.hbm
         return StepFlow(units, self._plan.budgets.slot_bytes, self._plan.budgets.ring_bytes, norm).seconds()
 
+    def _on_device(self, load: UnitLoad, numel: int) -> float:
+        """Return the seconds of a unit's update on the device. The copies to and from RAM run beside other updates."""
+        machine = self._machine
+        copies = (
+            max(operands_of(load.unit) / machine.up, load.unit.trained_weight / machine.down)
+            if load.updated_there
+            else 0.0
+        )
+        return max(numel * RESIDENT_ADAM_BYTES / machine.hbm, copies)
+
+    @property
+    def _senders(self) -> int:
+        """Number of ranks whose gradients a rank adds."""
+        return max(self._plan.budgets.limits.slice_count, 1)
+
     @property
     def _landing_numel(self) -> int:
-        """Number of parameters whose gradients go to host memory, where they are updated."""
+        """Number of parameters whose gradients go to host memory."""
         return self._plan.layout.trainable_numel - self._plan.layout.resident_numel
 
     def _of_cores(self, seconds: float) -> float:

@@ -15,6 +15,7 @@ from infinity.io.arena import ArenaRegion, PinnedArena
 from infinity.plan.plan import Plan
 from infinity.sizes import format_bytes
 from infinity.tiers.downloads import GradientQueue, WeightsDownloads
+from infinity.tiers.operands import OperandQueue
 from infinity.tiers.resident import ResidentMemory, ResidentUses
 from infinity.tiers.slab import Slab, separate_storage
 from infinity.tiers.uploads import UploadQueue
@@ -33,7 +34,8 @@ class DeviceTier:
         slots: slab for all other weights.
         ring: slab for gradients.
         decoding: slab for encoded weights that wait to be decoded into slots.
-        scratch: memory for temporary values in the updates of resident units, and in their gradients' sums of squares.
+        scratch: memory for temporary values in updates on the device, and in the sums of squares of resident gradients.
+        operands: queue of the weights and gradients from RAM for updates on the device; None if there are none.
         gate: native entry points of the device.
 
     Raises:
@@ -59,13 +61,13 @@ class DeviceTier:
         # Other code may have freed the new memory just before. Kernels in the queue may then still use this memory, so
         # its first use must wait for them.
         after = [accelerator.record(accelerator.current())]
-        stays = sum(unit.full.weight_bytes for unit in plan.layout.units if unit.full.stays and not unit.resident_bytes)
+        stays = sum(unit.full.weight_bytes for unit in plan.layout.units if unit.full.stays and not unit.is_resident)
         self.staying = Slab(accelerator, memory[:stays], after)
         self.slots = Slab(accelerator, memory[stays:slots], after)
         self.ring = Slab(accelerator, memory[slots : slots + budgets.ring_bytes], after)
         resident = slots + budgets.ring_bytes + budgets.decoding_bytes
         self.decoding = Slab(accelerator, memory[slots + budgets.ring_bytes : resident], after)
-        gradients = resident + sum(unit.resident_bytes for unit in plan.layout.units)
+        gradients = resident + budgets.operand_bytes + sum(unit.resident_bytes for unit in plan.layout.units)
         self._resident_states = Slab(accelerator, memory[resident:gradients], after)
         # The sums of squares of all gradients are computed through one tensor, which has this memory and no other.
         scratch = memory.numel() - plan.budgets.scratch_bytes
@@ -78,16 +80,22 @@ class DeviceTier:
         copies = _part(arena, budgets.copies_bytes, "weights from the device")
         self.gradients = GradientQueue(accelerator, gate, self.ring, bounce, pool)
         self.weights = WeightsDownloads(accelerator, gate, copies, pool)
+        self.operands: OperandQueue | None = None
+        if budgets.operand_bytes:
+            memory = self.memory_for_resident_states(budgets.operand_bytes)
+            self.operands = OperandQueue(accelerator, gate, pool, memory)
 
     def close(self) -> None:
         """Wait for all copies in flight, and for all kernels that use the slab. After that the memory can be freed."""
         with ExitStack() as closing:  # close all queues, even if one raises
             closing.callback(self.accelerator.synchronize_all)
-            for queue in (self.weights, self.gradients, self.uploads):
-                closing.callback(queue.close)
+            for queue in (self.operands, self.weights, self.gradients, self.uploads):
+                if queue is not None:
+                    closing.callback(queue.close)
 
     def memory_for_resident_states(self, nbytes: int) -> torch.Tensor:
-        """Return memory for the states of a resident unit: uint8 [nbytes]. This thread's stream may use it first."""
+        """Return memory for the states of a unit, or for operands: uint8 [nbytes]. This thread's stream may use it
+        first."""
         return self._take(self._resident_states, nbytes)
 
     def memory_for_resident_gradients(self, nbytes: int) -> torch.Tensor:

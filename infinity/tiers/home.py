@@ -97,6 +97,9 @@ class StateHome:
         self.stored().turn_to(copy)
         self.dirty = False
 
+    def give_back(self) -> None:
+        """Let go of device memory. Call this when nothing uses the memory any more."""
+
     def move(self, lease: Lease) -> Lease:
         """Move the home to other memory, which already contains the state. Return the old lease."""
         if self.lease is None:
@@ -134,6 +137,9 @@ class ResidentHome(StateHome):
     def load(self, resources: ModelResources) -> Sequence[BackgroundWork]:
         resources.require_state_writer().read(self)
         return []
+
+    def give_back(self) -> None:
+        self.memory.give_back()
 
 
 @dataclass(eq=False)
@@ -258,8 +264,8 @@ class UnitHomes:
     Attributes:
         weights: homes of the weights.
         states: optimizer states of the trainable groups, by group index.
-        flags: device memory of a resident unit in which updates report whether all new values are finite, one byte for
-            each group; None if the unit is not resident.
+        flags: device memory in which updates on the device report whether all new values are finite, one byte for each
+            group; None if the unit is not updated there.
     """
 
     weights: WeightsHome
@@ -267,15 +273,16 @@ class UnitHomes:
     flags: ResidentMemory | None = None
 
     @property
-    def are_resident(self) -> bool:
-        """Whether all states rest on the device, and the unit is updated there."""
+    def are_updated_there(self) -> bool:
+        """Whether the optimizer states rest on the device, where the unit is updated."""
         return self.flags is not None
 
     def give_back(self) -> None:
-        """Let go of the memory of a resident unit. Call this when nothing uses the memory any more."""
-        of_states = [home.on_device() for home in self] if self.are_resident else []
+        """Let go of memory on the device. Call this when nothing uses the memory any more."""
+        for home in self:
+            home.give_back()
         of_gradients = [states.resident for states in self.states.values()]
-        for part in (self.weights.resident, self.flags, *of_states, *of_gradients):
+        for part in (self.weights.resident, self.flags, *of_gradients):
             if part is not None:
                 part.give_back()
 

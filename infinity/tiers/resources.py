@@ -287,7 +287,7 @@ class ModelResources:
         return ActivationTier(space, scratch, copies, share)
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
-        if layout.resident_bytes and self.device is not None:
+        if layout.is_resident and self.device is not None:
             return self._open_resident(layout, self.device)
         weights = self._open_weights(layout)
         # In this order the weights, the residuals and the first moments are one piece of memory. When these homes move,
@@ -298,8 +298,28 @@ class ModelResources:
             for index, group in enumerate(layout.groups)
             if name in group.states and group.states[name].lease_bytes
         }
+        there, flags = self._open_states_there(layout)
         trained = [index for index, group in enumerate(layout.groups) if group.states]
-        return UnitHomes(weights, {index: self._open_states(layout, index, leases) for index in trained})
+        states = {index: self._open_states(layout, index, leases, there) for index in trained}
+        return UnitHomes(weights, states, flags)
+
+    def _open_states_there(
+        self, layout: UnitLayout
+    ) -> tuple[dict[tuple[str, int], ResidentMemory], ResidentMemory | None]:
+        """Return the device memory of the states that are kept there, by state and group, and of the flags of their
+        updates; ({}, None) if there are none."""
+        if not layout.resident_bytes or self.device is None:
+            return {}, None
+        memory = self.device.memory_for_resident_states(layout.resident_bytes)
+        uses, of_flags = ResidentUses(self.device.accelerator), ResidentUses(self.device.accelerator)
+        with uses.writing(), of_flags.writing():
+            clear(memory)
+        there, begin = {}, 0
+        for index, group in enumerate(layout.groups):
+            for state, place in group.states.items():
+                there[state, index] = ResidentMemory(memory[begin : begin + place.resident_bytes], uses)
+                begin += place.resident_bytes
+        return there, ResidentMemory(memory[begin : begin + FLAG_BYTES], of_flags)
 
     def _open_resident(self, layout: UnitLayout, device: DeviceTier) -> UnitHomes:
         """Open the homes of a resident unit. Its memory has the weights of all groups first, as a slot has them."""
@@ -341,14 +361,23 @@ class ModelResources:
         extents = [_extent(layout.local, index, "weight", group.weight) for index, group in enumerate(layout.groups)]
         return self.weights.open(layout, extents, self.resting)
 
-    def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStateHomes:
+    def _open_states(
+        self,
+        layout: UnitLayout,
+        index: int,
+        leases: Mapping[tuple[str, int], Lease],
+        there: Mapping[tuple[str, int], ResidentMemory],
+    ) -> GroupStateHomes:
         unit, group, gradient = layout.local, layout.groups[index], layout.gradients[index]
 
         def home(state: str) -> StateHome | None:
             place = group.states.get(state)
             if place is None:
                 return None
-            return StateHome(leases.get((state, index)), 0, place.nbytes, _extent(unit, index, state, place))
+            extent = _extent(unit, index, state, place)
+            if (state, index) in there:
+                return ResidentHome(None, 0, place.nbytes, extent, memory=there[state, index])
+            return StateHome(leases.get((state, index)), 0, place.nbytes, extent)
 
         nbytes = gradient.lease_bytes
         return GroupStateHomes(

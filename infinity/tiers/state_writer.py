@@ -49,6 +49,11 @@ class StateWrite:
         """Whether all bytes are written, or the write has failed and uses no memory any more."""
         return self.pieces == 0 and (self.failure is not None or self.begun_bytes == self.home.nbytes)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a piece could not be written. Does not wait."""
+        return self.failure is not None
+
     def done(self) -> bool:
         """Begin the pieces for which the ring has room, and return whether the write has ended."""
         self._writer.advance()

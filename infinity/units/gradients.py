@@ -87,6 +87,12 @@ class GroupGradients(AccumulatedGradients):
             return self._spill.stream()
         return _native.StateStream(memory=self._view())
 
+    def in_ram(self) -> memoryview:
+        """Return the memory of all gradients, which must have landed: flat, in `dtype`."""
+        self._write_zeros()
+        self.wait_landed()
+        return self._view()[: self._group.numel * self.dtype.itemsize]
+
     def _write_zeros(self) -> None:
         """Write the gradients in `zeros` to their places."""
         if self.zeros:

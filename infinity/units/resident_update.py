@@ -1,14 +1,18 @@
-"""The update of a resident unit, on the device that keeps its states.
+"""The update of a unit on the device that keeps its optimizer states.
 
 The update begins when the step is decided, and never speculates: its kernels are queued on the stream of the step, in
-front of the next forward. So it counts as computed at once for everything that uses the unit on the device, and the old
-values need not be kept. It is written when its kernels have run and, in a step that is committed, when its states are
-in the store.
+front of the next forward. So the update of a resident unit counts as computed at once for everything that uses the unit
+on the device, and the old values need not be kept. It is written when its kernels have run and, in a step that is
+committed, when its states are in the store.
+
+If the weights and gradients rest in RAM, because several ranks share them, they are copied to the device for the update
+(tiers/operands.py). Such an update is computed when the new weights are in RAM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,9 +24,11 @@ from infinity.device_update.compared_updates import StateDtypes
 from infinity.device_update.rules import SCRATCH_ITEMSIZE, Scratch
 from infinity.device_update.states import DeviceStates, update_on_device
 from infinity.errors import InfinityError
+from infinity.io.engine import Transfer
 from infinity.state.update_request import GroupUpdate, SegmentRequest
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.home import StateHome
+from infinity.tiers.operands import OperandQueue, Operands, SentWeights
 from infinity.tiers.resident import ResidentMemory
 from infinity.tiers.resources import ModelResources
 from infinity.tiers.state_writer import StateWrite
@@ -33,11 +39,12 @@ from infinity.units.update import Destinations, Milestone, UnitUpdate
 
 @dataclass(frozen=True)
 class ResidentTransfer:
-    """The update of one group of a resident unit, in progress; the interface is that of UpdateTransfer.
+    """The update of one group on the device, in progress; the interface is that of UpdateTransfer.
 
     Attributes:
         step: the optimizer step.
         milestone: the milestone that `done`, `wait` and `result` refer to.
+        landed: arrival of the new weights in RAM; None if they stay on the device.
     """
 
     step: int
@@ -45,7 +52,9 @@ class ResidentTransfer:
     _updates: ResidentUpdates
     _computed: Event
     _flag: ResidentMemory
-    _writes: Sequence[StateWrite]
+    _writes: Sequence[StateWrite | Transfer]
+    landed: Transfer | None = None
+    _event: Event | None = None  # behind the copy of the new weights
 
     def until(self, milestone: Milestone) -> ResidentTransfer:
         """Return the transfer up to a milestone."""
@@ -55,34 +64,47 @@ class ResidentTransfer:
         """Return whether the transfer has reached a milestone or has failed."""
         return self.until(milestone).done()
 
+    def landing(self, milestone: Milestone) -> Transfer | None:
+        """Return the transfer of the new weights to RAM; None if they stay on the device."""
+        return self.landed
+
     def done(self) -> bool:
         """Return whether the transfer has reached its milestone or has failed.
 
-        All later uses on the device are ordered behind the update, so only "written" takes time. It includes the
-        kernels, so that `finite` need not wait for them.
+        All later uses on the device are ordered behind the update, so only the arrival in RAM and "written" take time.
+        "written" includes the kernels, so that `finite` need not wait for them.
         """
+        if self.landed is not None and not self.landed.done():
+            return False
         if self.milestone != "written":
             return True
         return all(write.done() for write in self._writes) and self._updates.accelerator.reached(self._computed)
 
     def wait(self) -> None:
-        """Wait until the states are in the store, or a write has failed. This does not wait for the device."""
-        for write in self._writes if self.milestone == "written" else ():
-            write.wait()
+        """Wait until the new weights and the states are where they rest, or a transfer has failed. For states on the
+        device, this does not wait for the device."""
+        for transfer in self._awaited:
+            transfer.wait()
 
     def result(self) -> None:
-        """Wait, and raise the error of a write to the store.
+        """Wait, and raise the error of a transfer.
 
         Raises:
-            SwapIOError: a write failed.
+            SwapIOError: a write to the store, or the copy of the new weights to RAM, failed.
         """
-        for write in self._writes if self.milestone == "written" else ():
-            write.result()
+        for transfer in self._awaited:
+            transfer.result()
+
+    @property
+    def _awaited(self) -> list[StateWrite | Transfer]:
+        landed = [] if self.landed is None else [self.landed]
+        return [*landed, *(self._writes if self.milestone == "written" else ())]
 
     @property
     def has_failed(self) -> bool:
-        """Whether a write to the store has failed. Does not wait."""
-        return any(write.failure is not None for write in self._writes)
+        """Whether a write to the store, or the copy of the new weights to RAM, has failed. Does not wait."""
+        landed = self.landed is not None and self.landed.has_failed
+        return landed or any(write.has_failed for write in self._writes)
 
     @property
     def finite(self) -> bool:
@@ -91,7 +113,7 @@ class ResidentTransfer:
 
 
 class ResidentUpdates:
-    """The updates of all resident units of a model."""
+    """The updates of all units of a model that the device updates."""
 
     def __init__(self, resources: ModelResources) -> None:
         self._resources = resources
@@ -106,8 +128,14 @@ class ResidentUpdates:
     @property
     def _device(self) -> DeviceTier:
         if self._resources.device is None:
-            raise AssertionError("a resident unit without a device")
+            raise AssertionError("an update on the device without a device")
         return self._resources.device
+
+    @property
+    def _queue(self) -> OperandQueue:
+        if self._device.operands is None:
+            raise AssertionError("an update from RAM on a device without memory for it")
+        return self._device.operands
 
     def begin(self, unit: OffloadedUnit, update: UnitUpdate, *, step: int) -> dict[int, ResidentTransfer]:
         """Queue the update of a unit on this thread's stream, and begin its writes to the store.
@@ -120,51 +148,86 @@ class ResidentUpdates:
         Raises:
             InfinityError: the device's arithmetic is no longer the native kernel's.
         """
-        flags = {index: self._compute(unit, update, index, step=step) for index in update.wanted}
+        flags, sent = dict[int, ResidentMemory](), dict[int, SentWeights]()
+        for index in update.wanted:
+            operands, home = self._operands(unit, index), unit.homes.weights.groups[index]
+            flags[index] = self._compute(unit, update, index, operands, step=step)
+            if home.lease is not None:
+                sent[index] = self._queue.send(operands, home.view())
         computed = self.accelerator.record(self.accelerator.current())
-        return {
-            index: ResidentTransfer(step, "written", self, computed, flag, self._write(update.destinations[index]))
-            for index, flag in flags.items()
-        }
+        transfers = {}
+        for index, flag in flags.items():
+            landed, event = None, None
+            if index in sent:
+                landed, event = Transfer(sent[index].future, unit.name, "weight", step), sent[index].event
+            writes = self._write(update.destinations[index], landed)
+            transfers[index] = ResidentTransfer(step, "written", self, computed, flag, writes, landed, event)
+        return transfers
 
-    def _compute(self, unit: OffloadedUnit, update: UnitUpdate, group_index: int, *, step: int) -> ResidentMemory:
+    def _operands(self, unit: OffloadedUnit, group_index: int) -> Operands:
+        """Return the device memory of a group's weights and gradients. If they rest in RAM, they are copied first."""
+        home, gradients = unit.homes.weights.groups[group_index], unit.gradients.groups[group_index]
+        if isinstance(gradients, ResidentGradients):
+            return Operands(home.on_device(), gradients.memory, gradients.dtype)
+        return self._queue.bring(home.view(), gradients.in_ram(), gradients.dtype)
+
+    def _compute(
+        self, unit: OffloadedUnit, update: UnitUpdate, group_index: int, operands: Operands, *, step: int
+    ) -> ResidentMemory:
         """Queue the update of a group, and return its flag."""
         group, wanted = unit.local.groups[group_index], update.wanted[group_index]
-        homes, gradients, flags = unit.homes.states[group_index], unit.gradients.groups[group_index], unit.homes.flags
-        weight = unit.homes.weights.groups[group_index].on_device()
-        if not isinstance(gradients, ResidentGradients) or flags is None:
-            raise AssertionError(f"unit '{unit.name}' is not resident")
+        homes, flags = unit.homes.states[group_index], unit.homes.flags
+        if flags is None:
+            raise AssertionError(f"unit '{unit.name}' is not updated on the device")
         flag = ResidentMemory(flags.memory[group_index : group_index + 1], flags.uses)
         numel = group.numel
 
         def view(home: StateHome | None, dtype: torch.dtype) -> torch.Tensor | None:
             return None if home is None else home.on_device().view(dtype, numel)
 
-        scratch = self._device.scratch
-        with weight.uses.writing(), flag.uses.writing(), scratch.uses.writing(), gradients.memory.uses.reading():
+        scratch, weight, gradient = self._device.scratch, operands.weight, operands.gradient
+        states = [home.on_device() for home in homes.homes()]
+        with ExitStack() as uses:
+            for each in dict.fromkeys(memory.uses for memory in (weight, flag, scratch, *states)):
+                uses.enter_context(each.writing())
+            if gradient.uses is not weight.uses:
+                uses.enter_context(gradient.uses.reading())
             if not wanted.arithmetic:
                 flag.memory.fill_(True)
                 return flag
-            states = DeviceStates(
+            of_group = DeviceStates(
                 homes.master,
                 weight.view(group.dtype, numel),
                 view(homes.residual, torch.int16 if homes.master == "split16" else torch.float32),
                 view(homes.exp_avg, torch.float32),
                 view(homes.exp_avg_sq, torch.float32),
-                gradients.values,
+                gradient.view(operands.dtype, numel),
             )
-            dtypes = StateDtypes(group.dtype, homes.master, gradients.dtype)
+            dtypes = StateDtypes(group.dtype, homes.master, operands.dtype)
             temporary = self._scratch_of(wanted, dtypes, step, scratch.memory)
-            flag.memory.copy_(update_on_device(states, list(_native_segments(wanted)), temporary))
+            flag.memory.copy_(update_on_device(of_group, list(_native_segments(wanted)), temporary))
         return flag
 
-    def _write(self, destinations: Destinations) -> list[StateWrite]:
-        """Begin the writes of a group's new values to the store; there are none if the step is not committed."""
-        return [
-            self._resources.require_state_writer().write(each.home, each.copy_index)
-            for each in destinations.values()
-            if each.copy_index is not None
-        ]
+    def _write(self, destinations: Destinations, landed: Transfer | None) -> list[StateWrite | Transfer]:
+        """Begin the writes of a group's new values to the store; there are none if the step is not committed.
+
+        Args:
+            destinations: destinations of the group.
+            landed: arrival of the new weights in RAM; None if they stay on the device.
+        """
+        writes: list[StateWrite | Transfer] = []
+        for each in destinations.values():
+            if each.copy_index is None:
+                continue
+            if each.home.lease is None or landed is None:
+                writes.append(self._resources.require_state_writer().write(each.home, each.copy_index))
+            else:
+                store, extent = self._resources.require_store(), each.home.stored()
+                write = store.write(
+                    extent, each.home.view(), io_class="states", copy_index=each.copy_index, after=landed.future
+                )
+                writes.append(write)
+        return writes
 
     def _scratch_of(self, wanted: GroupUpdate, dtypes: StateDtypes, step: int, memory: torch.Tensor) -> Scratch:
         """Return the temporary memory for an update, with the kernels or the form of root that are right on this

@@ -57,11 +57,6 @@ class UpdateTransfer(Transfer):
         """Whether all new weights and moments are finite; valid after `result`."""
         return self.future.finite
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the transfer has failed. Does not wait."""
-        return self.done() and self.future.failure() is not None
-
     @functools.cached_property
     def _futures(self) -> dict[Milestone, _native.IOFuture]:
         """Future of each milestone. The dict is cached, because the native attribute makes a new object at each
@@ -75,6 +70,10 @@ class UpdateTransfer(Transfer):
     def done_until(self, milestone: Milestone) -> bool:
         """Return whether the transfer has reached a milestone or has failed."""
         return self._futures[milestone].done()
+
+    def landing(self, milestone: Milestone) -> Transfer:
+        """Return the transfer of the new weights to RAM or to the store, up to a milestone."""
+        return self.until(milestone)
 
 
 class GroupTransfer(Protocol):
@@ -92,6 +91,10 @@ class GroupTransfer(Protocol):
     def until(self, milestone: Milestone) -> BackgroundWork: ...
 
     def done_until(self, milestone: Milestone) -> bool: ...
+
+    def landing(self, milestone: Milestone) -> Transfer | None:
+        """Return the transfer of the new weights to RAM or to the store, up to a milestone; None if they stay on the
+        device."""
 
     def result(self) -> None: ...
 
@@ -182,7 +185,7 @@ class UnitUpdate:
 
     @property
     def native_transfers(self) -> dict[int, UpdateTransfer]:
-        """The transfers of the native pipeline, by group; empty for a resident unit."""
+        """The transfers of the native pipeline, by group; empty for a unit that the device updates."""
         return {index: each for index, each in self.transfers.items() if isinstance(each, UpdateTransfer)}
 
     def reached(self, milestone: Milestone) -> bool:
@@ -240,8 +243,9 @@ class UnitUpdate:
         """Return the destinations of the new weights, by group. Each destination has the transfer that completes the
         weights; with "computed", the weights in memory."""
         return {
-            index: replace(self.destinations[index]["weight"], written=transfer.until(milestone))
-            for index, transfer in self.native_transfers.items()
+            index: replace(self.destinations[index]["weight"], written=landing)
+            for index, transfer in self.transfers.items()
+            if (landing := transfer.landing(milestone)) is not None
         }
 
     def require_well(self) -> None:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 import infinity
 from infinity.coordinator import registry
+from infinity.errors import InfinityError
 from infinity.sharded import rank_agreement
 from infinity.sharded.shared_homes import SharedHomes
 from tests import sampling
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import batch, offloaded, train
+from tests.runtime.test_rank_generations import batches_of, live, require_same
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.fixtures import Simulation
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
@@ -29,7 +31,14 @@ TIERS = [
     {"weights": "host", "optimizer": "nvme"},
     {"weights": "nvme", "optimizer": "nvme"},
     {"weights": "nvme", "optimizer": "host"},
+    {"weights": "host", "optimizer": "device"},
+    {"weights": "auto", "optimizer": "auto"},  # of rank 0, some states are on the device, of the others all
 ]
+
+DEVICE_BYTES = {"device": "48MiB", "auto": "32MiB"}
+"""Device memory of all ranks with which states are on the device, by the config's `optimizer`."""
+IN_RAM = {"weights": "host", "optimizer": "host"}
+"""Tiers of the process without a device."""
 
 
 def on_device(
@@ -49,7 +58,7 @@ def simulated(patch: pytest.MonkeyPatch, policy: Policy) -> Simulation:
     return Simulation(patch, policy)
 
 
-@pytest.mark.covering(strength=1, most=6)
+@pytest.mark.covering(strength=1, most=7)
 @pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(sampling.SEED)], ids=str)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -73,8 +82,8 @@ def test_ranks_with_devices_train_to_the_bits_of_one_process(
 ) -> None:
     config = tiers | {"overlap": overlap, "frozen": frozen if model.get("frozen") else "auto"}
     options: dict[str, Any] = {"steps": 2, "dtype": dtype, "max_grad_norm": norm, "model": model}
-    memory = {"memory": {"host": f"{128 * ranks}MiB", "device": "8MiB"}}
-    losses, norms, weights = train(str(tmp_path / "one"), config, micro, ranks, **options)
+    memory = {"memory": {"host": f"{128 * ranks}MiB", "device": DEVICE_BYTES.get(config["optimizer"], "8MiB")}}
+    losses, norms, weights = train(str(tmp_path / "one"), config | IN_RAM, micro, ranks, **options)
     found = run(ranks, on_device, policy, str(tmp_path / "all"), config | memory, micro, ranks, options)
     for rank, (result, counts) in enumerate(found):
         assert result == (losses[rank::ranks], norms, weights)
@@ -184,3 +193,70 @@ def with_slow_upload(overlap: str) -> tuple[bool | None, bool] | None:
 @pytest.mark.parametrize("overlap", ["off", "during_backward"])
 def test_no_rank_writes_weights_that_a_slow_upload_of_another_rank_still_reads(overlap: str) -> None:
     assert run(2, with_slow_upload, overlap) == [(False, False), None]
+
+
+def states_on_device(model: torch.nn.Module) -> list[int]:
+    """Return the units whose states are on the device, all of whose weights rest in RAM."""
+    units = registry.coordinator_of(model).units
+    there = [unit for unit in units if unit.homes.are_updated_there]
+    assert all(unit.homes.weights.lease is not None for unit in there)
+    assert all(home.in_memory and home.lease is None for unit in there for home in unit.homes.all_states())
+    return [unit.index for unit in there]
+
+
+def opened(config: dict[str, Any]) -> Any:
+    """Return the units whose states are on the device, or the text of the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        simulated(patch, LAZY)
+        try:
+            model = offloaded("", {"weights": "host"} | config)
+        except InfinityError as error:
+            return str(error)
+        found = states_on_device(model)
+        infinity.close(model)
+        return found
+
+
+def with_device_bytes(optimizer: str) -> dict[str, Any]:
+    return {"optimizer": optimizer, "memory": {"host": "256MiB", "device": DEVICE_BYTES[optimizer]}}
+
+
+def test_auto_puts_as_many_states_of_each_rank_on_its_device_as_fit() -> None:
+    """Rank 0 has the longest slices."""
+    assert run(2, opened, with_device_bytes("auto")) == [[3], [0, 1, 2]]
+    assert run(2, opened, with_device_bytes("device")) == [[0, 1, 2, 3], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"weights": "nvme"}, "only if they share all weights in RAM"),
+        ({"ranks": {"wire": "gloo"}}, "only if they share all weights in RAM"),
+        ({"gradients": "nvme"}, "updates from gradients in RAM"),
+        ({"moments": "int8"}, "moments: int8 is updated on the CPU only"),
+        ({"memory": {"host": "256MiB", "device": "10MiB"}}, "for optimizer states, and the rest for weights and"),
+    ],
+)
+def test_why_states_of_ranks_cannot_be_on_the_device_is_said(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    paths = {"nvme": {"paths": [str(tmp_path)]}}
+    first, *_ = run(2, opened, with_device_bytes("device") | paths | config)
+    assert said in str(first)
+
+
+def gone_on(folder: str, config: dict[str, Any], until: int, micro: int, options: dict[str, Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        simulation = simulated(patch, LAZY)
+        found = live(folder, config, until, micro, **options)
+        simulation.finish()
+        return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_states_on_devices_goes_on_with_other_ranks_and_without_devices(tmp_path: Path, dtype: str) -> None:
+    one = live(str(tmp_path / "one"), {"weights": "host", "optimizer": "nvme"}, 3, 6, dtype=dtype)
+    folder = str(tmp_path / "all")
+    there = {"weights": "host", "nvme": {"paths": [folder]}} | with_device_bytes("device")
+    for done, ranks in enumerate((2, 3)):
+        lives = run(ranks, gone_on, folder, there, done + 1, 6 // ranks, {"dtype": dtype})
+        assert [life.losses[done] for life in lives] == [batches_of(one, rank, ranks)[done] for rank in range(ranks)]
+    require_same([live(folder, {"weights": "host", "optimizer": "nvme"}, 3, 6, dtype=dtype)], one, 1)
