@@ -310,10 +310,7 @@ class ModelResources:
         updates; ({}, None) if there are none."""
         if not layout.resident_bytes or self.device is None:
             return {}, None
-        memory = self.device.memory_for_resident_states(layout.resident_bytes)
-        uses, of_flags = ResidentUses(self.device.accelerator), ResidentUses(self.device.accelerator)
-        with uses.writing(), of_flags.writing():
-            clear(memory)
+        memory, uses, of_flags = _cleared(self.device, layout.resident_bytes)
         there, begin = {}, 0
         for index, group in enumerate(layout.groups):
             for state, place in group.states.items():
@@ -323,10 +320,10 @@ class ModelResources:
 
     def _open_resident(self, layout: UnitLayout, device: DeviceTier) -> UnitHomes:
         """Open the homes of a resident unit. Its memory has the weights of all groups first, as a slot has them."""
-        memory = device.memory_for_resident_states(layout.resident_bytes)
-        states, gradients, flags = (ResidentUses(device.accelerator) for _ in range(3))
-        with states.writing(), gradients.writing(), flags.writing():
-            clear(memory)
+        memory, states, flags = _cleared(device, layout.resident_bytes)
+        gradients = ResidentUses(device.accelerator)
+        with gradients.writing():  # later uses, on any stream, wait for this one
+            pass
         unit, begin = layout.local, 0
 
         def home(index: int, state: str, place: StateLayout) -> ResidentHome:
@@ -433,6 +430,15 @@ class ModelResources:
             for unit in self.units:
                 unit.give_back()
             self.device.give_back()
+
+
+def _cleared(device: DeviceTier, nbytes: int) -> tuple[torch.Tensor, ResidentUses, ResidentUses]:
+    """Return memory of a unit on the device, filled with zeros, and the uses of its states and of its flags."""
+    memory = device.memory_for_resident_states(nbytes)
+    states, flags = ResidentUses(device.accelerator), ResidentUses(device.accelerator)
+    with states.writing(), flags.writing():
+        clear(memory)
+    return memory, states, flags
 
 
 def make_directory(path: Path) -> None:

@@ -8,6 +8,8 @@ _USES = ("tests/tiers/test_resident.py",)
 _WRITER = ("tests/tiers/test_state_writer.py",)
 _GRADIENTS = ("tests/units/test_resident_gradients.py",)
 _RUNS = ("tests/sim/test_resident.py",)
+_RANKS = ("tests/sim/test_ranks.py",)
+_PLAN = ("tests/plan/test_resident_units.py",)
 
 OF_RESIDENT_UNITS = [
     Mutant(
@@ -104,15 +106,15 @@ OF_RESIDENT_UNITS = [
     Mutant(
         "an update waits for the last use of its temporary memory",
         "infinity/units/resident_update.py",
-        "flag.uses.writing(), scratch.uses.writing(), gradients",
-        "flag.uses.writing(), gradients",
+        "(weight, flag, scratch, *states)",
+        "(weight, flag, *states)",
         _RUNS,
     ),
     Mutant(
         "an update is ordered before the next forward's reads",
         "infinity/units/resident_update.py",
-        "        with weight.uses.writing(), flag",
-        "        with weight.uses.reading(), flag",
+        "uses.enter_context(each.writing())",
+        "uses.enter_context(each.reading())",
         _RUNS,
     ),
     Mutant(
@@ -139,8 +141,8 @@ OF_RESIDENT_UNITS = [
     Mutant(
         "memory of resident units begins as zeros, as states in the store do",
         "infinity/tiers/resources.py",
-        "            clear(memory)\n",
-        "            pass\n",
+        "        clear(memory)\n",
+        "        pass\n",
         _RUNS,
     ),
     Mutant(
@@ -177,5 +179,47 @@ OF_RESIDENT_UNITS = [
         "limits.device if limits.activations is None and not resident else limits.beside_activations",
         "limits.device",
         ("tests/plan/test_resident_units.py",),
+    ),
+    Mutant(
+        "weights and gradients go up when the update before has used their memory",
+        "infinity/tiers/operands.py",
+        "        with self._accelerator.on(self._up), buffer.uses.writing():\n",
+        "        with self._accelerator.on(self._up), buffer.uses.reading():\n",
+        _RANKS,
+    ),
+    Mutant(
+        "new weights go to RAM behind their update",
+        "infinity/tiers/operands.py",
+        "        with self._accelerator.on(self._stream), operands.weight.uses.reading():\n",
+        "        with self._accelerator.on(self._stream):\n",
+        _RANKS,
+    ),
+    Mutant(
+        "a rank tells the others of new weights when they have come from the device",
+        "infinity/units/resident_update.py",
+        "        return self.landed\n\n    def done",
+        "        return None\n\n    def done",
+        _RANKS,
+    ),
+    Mutant(
+        "new weights are written to the store when they have come from the device",
+        "infinity/units/resident_update.py",
+        "copy_index=each.copy_index, after=landed.future",
+        "copy_index=each.copy_index",
+        _RANKS,
+    ),
+    Mutant(
+        "ranks that do not share all weights keep their states in RAM",
+        "infinity/plan/resident_units.py",
+        '    if limits.gathers or (limits.slice_count and config.weights == "nvme"):\n',
+        "    if False:\n",
+        _RANKS,
+    ),
+    Mutant(
+        "the gradients of updates on the device have room in RAM",
+        "infinity/plan/placement.py",
+        "        if inputs.updated_there <= each.in_ram:",
+        "        if True:",
+        _PLAN,
     ),
 ]

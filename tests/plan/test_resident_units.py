@@ -1,4 +1,4 @@
-"""Resident units take memory of the device that nothing else needs."""
+"""Resident units, and states of ranks on their devices, take memory of the device that nothing else needs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import FLAG_BYTES, NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan
 from infinity.sizes import parse_bytes
 from infinity.state.discover import discover
 from infinity.state.offload_arguments import OffloadArguments
+from infinity.state.shard import RankPartition
 
 SIZES = [f"{size}MiB" for size in (26, 40, 56, 80, 120, 200, 400, 1000)]
 
 
-def plan(device: str, **config: Any) -> Plan:
+def plan(device: str, *, host: str = "1GiB", peers: PeerFacts = NO_PEERS, **config: Any) -> Plan:
     """Return the plan of a model with 24 MiB of weights, and 168 to 192 MiB of states and gradients."""
     with torch.device("meta"):
         model = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(12)).bfloat16()
     found = discover(model)
     terms = OffloadArguments(
-        load_config({"memory": {"device": device, "host": "1GiB"}, **config}), torch.device("cuda:0")
+        load_config({"memory": {"device": device, "host": host}, **config}), torch.device("cuda:0")
     )
-    return make_plan(found.units, terms, can_recompute=False, sites=found.sites)
+    return make_plan(found.units, terms, can_recompute=False, sites=found.sites, peers=peers)
 
 
 @pytest.mark.parametrize("vertical", [False, True])
@@ -46,3 +48,39 @@ def test_more_device_memory_never_makes_fewer_units_resident(weights: str) -> No
     assert counts[0] == 0
     assert counts[-1] == 12
     assert len(set(counts)) > 3
+
+
+TWO = PeerFacts(RankPartition(2, 0), 2, sharing="weights")
+STATES = 10 * 6 << 20
+"""Bytes of a rank's states in split16, of half of 12 M parameters."""
+
+
+def test_the_states_of_a_rank_are_on_the_device_and_nothing_else_of_it() -> None:
+    """A gradient in fp32 and a weight go up for each update, and a weight comes down."""
+    alone, made = plan("1GiB", optimizer="host", peers=TWO), plan("1GiB", optimizer="device", peers=TWO)
+    arena, before = made.layout.arena, alone.layout.arena
+    assert [before.states, arena.states] == [STATES, 0]
+    assert [arena.gradients, arena.shared_weights] == [before.gradients, before.shared_weights] == [24 << 20, 12 << 20]
+    assert made.budgets.slot_bytes == alone.budgets.slot_bytes
+    states = STATES + 12 * FLAG_BYTES
+    assert made.budgets.resident_bytes == states + made.budgets.scratch_bytes + 2 * (2 + 4) * (1 << 19)
+    moved, was = made.forecast.moved, alone.forecast.moved
+    assert (moved.operands, moved.results) == ((2 + 4) * 6 << 20, 2 * 6 << 20)
+    assert (was.operands, was.results) == (0, 0)
+    assert (moved.up, moved.down) == (was.up, was.down)
+
+
+def test_more_device_memory_never_puts_fewer_states_of_ranks_there() -> None:
+    counts = [len(plan(device, peers=TWO).placement.optimizer.resident) for device in SIZES]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 12)
+    assert len(set(counts)) > 3
+
+
+def test_states_of_ranks_stay_off_the_device_if_their_gradients_have_no_room_in_ram() -> None:
+    nvme = {"nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0, "peers": TWO}
+    made = plan("1GiB", host="80MiB", **nvme)
+    assert made.peers.sharing == "weights"
+    assert not made.placement.optimizer.resident
+    assert made.placement.gradients.tier == "nvme"
+    assert len(plan("1GiB", host="96MiB", **nvme).placement.optimizer.resident) == 12
