@@ -294,10 +294,7 @@ def _plan(
     ahead = ahead_bytes(inputs, placed, staging.tile_bytes, room, reserved.shadow_bytes)
     reserved, before = reserve_in_ram(inputs, placed, gradients, reserved, room - ahead), reserved
     host_bytes += reserved.host_bytes - before.host_bytes
-    activations = _activations(inputs)
-    kept = 0  # states have precedence in RAM over activations, except if the plan would not fit without this RAM
-    if activations == "host" and not inputs.limits.away:
-        kept = min(max(inputs.limits.host - host_bytes - ahead, 0), _KEPT_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
+    kept = _kept_bytes(inputs, inputs.limits.host - host_bytes - ahead)
     host_bytes += kept
     placement = StatePlacement(
         weights=_beside(placed.weights, inputs, others=bool(inputs.units)),
@@ -307,7 +304,7 @@ def _plan(
         ),
         form=NumberFormats(config.master, config.moments, inputs.stored, gradients.fp32),
         updates=reserved.updates,
-        activations=activations,
+        activations=_activations(inputs),
         recompute=recompute,
         commits=commits,
         keep=config.keep,
@@ -538,6 +535,14 @@ def _activations(inputs: PlanInput) -> Literal["keep", "host", "nvme"]:
     if wanted == "nvme":
         return "nvme"
     return "host" if wanted == "host" and not inputs.limits.in_place else "keep"
+
+
+def _kept_bytes(inputs: PlanInput, room: int) -> int:
+    """Return the bytes of RAM for activations, of `room` bytes without other use. States have precedence in RAM over
+    activations, except if the plan would not fit without this RAM (MemoryLimits.away)."""
+    if _activations(inputs) != "host" or inputs.limits.away:
+        return 0
+    return min(max(room, 0), _KEPT_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
 
 
 def _recompute(config: SwapConfig, can_recompute: bool) -> bool:

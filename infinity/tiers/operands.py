@@ -82,7 +82,7 @@ class OperandQueue(D2HStream):
         self._buffers.append(buffer)
         weight_end = round_up(weight.nbytes, PAGE_BYTES)
         parts = buffer.memory[: weight.nbytes], buffer.memory[weight_end : weight_end + gradient.nbytes]
-        with self._accelerator.on(self._up), buffer.uses.writing():
+        with buffer.uses.writing(self._up):
             for part, source in zip(parts, (weight, gradient), strict=True):
                 self._accelerator.copy(part, torch.frombuffer(source, dtype=torch.uint8), on=self._up)
         on_device, of_gradient = (ResidentMemory(part, buffer.uses) for part in parts)
@@ -90,7 +90,7 @@ class OperandQueue(D2HStream):
 
     def send(self, operands: Operands, weight: memoryview) -> SentWeights:
         """Start to copy new weights to RAM, after the update that is queued on this thread's stream."""
-        with self._accelerator.on(self._stream), operands.weight.uses.reading():
+        with operands.weight.uses.reading(self._stream):
             into = torch.frombuffer(weight, dtype=torch.uint8)
             event = self._accelerator.copy(into, operands.weight.memory, on=self._stream)
         return SentWeights(self.future_of(event), event)

@@ -28,7 +28,9 @@ class ResidentUses:
 
     def begin_reading(self) -> None:
         """Begin reads by this thread's stream, behind the last write."""
-        here = self._accelerator.current()
+        self._begin_reading(self._accelerator.current())
+
+    def _begin_reading(self, here: Stream) -> None:
         self._wait_for_write(here)
         self._readers[here] = None
 
@@ -39,11 +41,15 @@ class ResidentUses:
                 self._readers[stream] = self._accelerator.record(stream)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Return a context in which this thread's stream may read. Its reads go on if they began before."""
-        here = self._accelerator.current()
+    def reading(self, on: Stream | None = None) -> Iterator[None]:
+        """Return a context in which a stream may read. Its reads go on if they began before.
+
+        Args:
+            on: the stream; None: this thread's stream.
+        """
+        here = self._accelerator.current() if on is None else on
         goes_on = here in self._readers and self._readers[here] is None
-        self.begin_reading()
+        self._begin_reading(here)
         try:
             yield
         finally:
@@ -51,9 +57,13 @@ class ResidentUses:
                 self._readers[here] = self._accelerator.record(here)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Return a context in which this thread's stream may read and write, behind all earlier uses."""
-        here = self._accelerator.current()
+    def writing(self, on: Stream | None = None) -> Iterator[None]:
+        """Return a context in which a stream may read and write, behind all earlier uses.
+
+        Args:
+            on: the stream; None: this thread's stream.
+        """
+        here = self._accelerator.current() if on is None else on
         self._wait_for_write(here)
         for stream, event in self._readers.items():
             if stream != here:

@@ -183,15 +183,15 @@ OF_RESIDENT_UNITS = [
     Mutant(
         "weights and gradients go up when the update before has used their memory",
         "infinity/tiers/operands.py",
-        "        with self._accelerator.on(self._up), buffer.uses.writing():\n",
-        "        with self._accelerator.on(self._up), buffer.uses.reading():\n",
+        "        with buffer.uses.writing(self._up):\n",
+        "        with buffer.uses.reading(self._up):\n",
         _RANKS,
     ),
     Mutant(
         "new weights go to RAM behind their update",
         "infinity/tiers/operands.py",
-        "        with self._accelerator.on(self._stream), operands.weight.uses.reading():\n",
-        "        with self._accelerator.on(self._stream):\n",
+        "        with operands.weight.uses.reading(self._stream):\n",
+        "        if True:\n",
         _RANKS,
     ),
     Mutant(

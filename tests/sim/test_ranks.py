@@ -22,6 +22,7 @@ from tests import sampling
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import batch, offloaded, train
 from tests.runtime.test_rank_generations import batches_of, live, require_same
+from tests.sim import gate
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.fixtures import Simulation
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
@@ -193,6 +194,25 @@ def with_slow_upload(overlap: str) -> tuple[bool | None, bool] | None:
 @pytest.mark.parametrize("overlap", ["off", "during_backward"])
 def test_no_rank_writes_weights_that_a_slow_upload_of_another_rank_still_reads(overlap: str) -> None:
     assert run(2, with_slow_upload, overlap) == [(False, False), None]
+
+
+def with_slow_device(folder: str, config: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Train. What rank 1 waits for from its device comes late."""
+    with pytest.MonkeyPatch.context() as patch:
+        simulation = simulated(patch, LAZY)
+        if dist.get_rank() == 1:
+            patch.setattr(gate, "PARK_S", 0.25)
+        found = train(folder, config, 1, 2, **options)
+        simulation.finish()
+        return found
+
+
+def test_no_rank_fetches_new_weights_that_another_ranks_device_has_not_sent() -> None:
+    options: dict[str, Any] = {"steps": 2, "dtype": "bfloat16"}
+    losses, norms, weights = train("", IN_RAM, 1, 2, **options)
+    config = {"weights": "host"} | with_device_bytes("device")
+    found = run(2, with_slow_device, "", config, options)
+    assert found == [(losses[rank::2], norms, weights) for rank in range(2)]
 
 
 def states_on_device(model: torch.nn.Module) -> list[int]:
