@@ -77,11 +77,15 @@ def over_nccl(found: PlanOutcome, machine: MachineRates) -> StepTimePrediction:
 
     def moved(link: LinkBytes) -> LinkBytes:
         gathered = round(link.up * (count - 1) / count)
-        return replace(link, up=link.up // count, down=link.down // count, gathered=gathered)
+        loads = tuple(replace(load, fetched=load.fetched // count, down=load.down // count) for load in link.loads)
+        return replace(link, up=link.up // count, down=link.down // count, gathered=gathered, loads=loads)
 
     forecast = found.plan.forecast
     forecast = replace(forecast, moved=moved(forecast.moved), moved_clipping=moved(forecast.moved_clipping))
     plan = replace(found.plan, forecast=forecast, peers=replace(found.plan.peers, sharing="nothing"))
+    # The GPUs add the gradients, and each sends only its slices of the sum to RAM, where they land once.
+    limits = replace(plan.budgets.limits, slice_count=1)
+    plan = replace(plan, budgets=replace(plan.budgets, limits=limits))
     return predict(plan, found.work, machine, clips=False, checksums=True)
 
 

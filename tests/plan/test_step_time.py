@@ -13,7 +13,7 @@ from infinity.cli.planning.machines import MACHINES
 from infinity.config import load_config
 from infinity.plan.disk import DiskLimits
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import NO_PEERS, PeerFacts
+from infinity.plan.plan_input import NO_PEERS, PeerFacts, Sharing
 from infinity.plan.planner import make_plan
 from infinity.plan.step_time import OVERLAPPED, StepTimePrediction, predict
 from infinity.state.discover import discover
@@ -30,14 +30,14 @@ CPU = MachineRates(
 )  # fmt: skip
 
 
-def planned(device: str = "cpu", ranks: int = 1, **config: Any) -> Plan:
+def planned(device: str = "cpu", ranks: int = 1, sharing: Sharing = "nothing", **config: Any) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(8)).bfloat16()
     given = {
         "weights": "nvme", "optimizer": "nvme", "commit_every": 0, "nvme": {"paths": ["/not/there"]},
         "memory": {"device": "16MiB", "host": "1GiB"},
     } | config  # fmt: skip
-    peers = NO_PEERS if ranks == 1 else PeerFacts(RankPartition(ranks, 0), ranks)
+    peers = NO_PEERS if ranks == 1 else PeerFacts(RankPartition(ranks, 0), ranks, sharing=sharing)
     terms = OffloadArguments(load_config(given), torch.device(device))
     return make_plan(discover(blocks).units, terms, can_recompute=False, peers=peers, disks=DiskLimits(1 << 40))
 
@@ -115,6 +115,19 @@ def test_several_ranks_share_the_disks_and_the_cores() -> None:
     work = replace(IDLE, flops=1e12)
     plan = planned(ranks=2, memory={"device": "64MiB", "host": "1GiB"})
     assert of(plan, work=work).compute_s == pytest.approx(2.0)
+
+
+def test_each_rank_uploads_whole_units_and_the_gradients_of_all_ranks_land() -> None:
+    """In the flow of the units, as in the totals."""
+    ram = {"weights": "host", "optimizer": "host", "memory": {"device": "64MiB", "host": "1GiB"}}
+    one, two = planned("cuda", **ram), planned("cuda", ranks=2, sharing="weights", **ram)
+    for plan in (one, two):
+        moved = plan.forecast.moved
+        assert moved.up == sum(load.fetched * (load.forwards + load.backwards) for load in moved.loads)
+        assert moved.down == sum(load.down for load in moved.loads)
+    lands = replace(MACHINES["8xh200"], land=1e6)
+    assert of(two, lands).busy["processor"] == pytest.approx(2 * of(one, lands).busy["processor"], rel=1e-3)
+    assert of(two, lands).seconds == pytest.approx(2 * of(one, lands).seconds, rel=1e-2)
 
 
 def test_clipping_keeps_updates_from_speculating_so_that_they_read_weights_again() -> None:
