@@ -57,6 +57,7 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
             _ingest_unit(coordinator, unit, broadcast.values_of(unit, source, in_memory), writes)
             unit.adopt(coordinator.torch_device)
             coordinator.heap.check()  # reading and encoding leave holes
+    coordinator.heap.restart()  # the original weights are freed
     broadcast.say()
 
 

@@ -64,6 +64,17 @@ class HeapTrimmer:
         self._elsewhere = anonymous - in_use - max(holes, 0)
         self._ceiling = max(self._ceiling, anonymous - max(holes, 0) + self._keeps)
 
+    def restart(self) -> None:
+        """Return all holes to the system, and forget how much was in use before.
+
+        Call this when something large has been freed for good, such as the original weights of a model.
+        """
+        if self._known:
+            _LIBC.malloc_trim(0)
+            heap = _LIBC.mallinfo2()
+            self._elsewhere = _anonymous_bytes() - heap.uordblks - heap.hblkhd
+            self._ceiling = 0
+
 
 def _anonymous_bytes() -> int:
     """Return the bytes of this process's memory that is in RAM and belongs to no file."""

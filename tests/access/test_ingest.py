@@ -21,3 +21,16 @@ def test_holes_of_the_heap_are_looked_for_after_each_unit(tmp_path: Path, monkey
     units = registry.coordinator_of(model).units
     infinity.close(model)
     assert len(checks) == len(units) > 3
+
+
+def test_holes_of_the_original_weights_go_back_once_all_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(HeapTrimmer, "check", lambda trimmer: calls.append("check"))
+    monkeypatch.setattr(HeapTrimmer, "restart", lambda trimmer: calls.append("restart"))
+    model, _ = llama(layers=3)
+    infinity.offload(model, config_in(tmp_path)("swap"))
+    infinity.close(model)
+    assert calls[-1] == "restart"
+    assert calls.count("restart") == 1

@@ -67,6 +67,30 @@ def test_holes_stay_until_the_process_outgrows_what_was_in_use(blocks: list[Bloc
 
 
 @glibc
+def test_a_restart_returns_all_holes(blocks: list[Block | None]) -> None:
+    trimmer = HeapTrimmer(1 << 40)
+    trimmer.check()
+    holes, before = free_every_second(blocks), resident()
+    trimmer.restart()
+    assert before - resident() > holes * 3 // 4
+
+
+@glibc
+def test_a_restart_forgets_what_was_in_use() -> None:
+    trimmer, large = HeapTrimmer(64 * MIB), _filled(256 * MIB)
+    trimmer.check()
+    del large
+    trimmer.restart()
+    blocks: list[Block | None] = [_filled(BLOCK) for _ in range(BLOCKS)]
+    trimmer.check()
+    holes, more = free_every_second(blocks), _filled(BLOCKS * BLOCK)  # less than the large block
+    before = resident()
+    trimmer.check()
+    assert before - resident() > holes * 3 // 4
+    del more
+
+
+@glibc
 def test_holes_that_went_back_are_not_counted_again(
     blocks: list[Block | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
