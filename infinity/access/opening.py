@@ -198,7 +198,9 @@ def pins_in_store(model: nn.Module, terms: OffloadArguments) -> int:
         return config.pins
     with meeting(config.ranks_deadline_s) as tell:
         found = discover(model, config.moments, config.frozen)
-        without = replace(terms, config=config.model_copy(update={"pins": 0}), resumes=True)
+        # The swap file is the same wherever states rest, and this plan does not know what the ranks share.
+        anywhere = {"pins": 0, "optimizer": "auto" if config.optimizer == "device" else config.optimizer}
+        without = replace(terms, config=config.model_copy(update=anywhere), resumes=True)
         peers = local_peers()
         plan = plan_for(model, found, without, peers)
         swap = plan.layout.swap

@@ -143,7 +143,7 @@ def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Upd
     _require_isa()
     config = inputs.config
     threads = update_threads(config)
-    groups = [group for unit in inputs.updated_here for group in unit.local.trainable_groups]
+    groups = [group for unit in inputs.updated_on_processor for group in unit.local.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
     if config.update.tile is not None:
         numel = max(config.update.tile // 4, 1)
@@ -256,7 +256,7 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         each = limits.for_each if limits.in_place else ""
-        there = f" and {format_bytes(resident)} for units that stay there" if resident else ""
+        there = f" and {format_bytes(resident)} for states that stay there" if resident else ""
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of memory.device: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are in use at the "

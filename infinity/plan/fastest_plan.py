@@ -119,7 +119,7 @@ def fastest(made: MakePlan, config: SwapConfig, step: TrainingStep | None, ways:
         if fitting := [most[way] for way in tried if way in most and _fits(most[way], in_tiles=in_tiles)]:
             plans = fitting
             break
-    if step.facts.rates is None:
+    if step.facts.rates is None or first.budgets.limits.slice_count:  # see ways_to_keep
         return plans[0]
     return min((_of_shares(made, config, step, plan) for plan in plans), key=itemgetter(0))[1]
 

@@ -136,7 +136,7 @@ class ArenaBytes:
             are copied to the device or decoded.
         bounce: gradients from the device that are to be added to gradients in host memory.
         copies: weights that were copied from the device for updates to read.
-        commits: states of resident units that commits copy from the device.
+        commits: states on the device that commits copy from the device.
         activations: tensors that a forward keeps for its backward.
         exchange: gradients on their way to the ranks that own them.
         secondary: copies of weights that this rank keeps for the gather group G (sharded/gathered_slots.py).
@@ -212,7 +212,7 @@ class StorageLayout:
         return sum(spec.numel for group in groups for spec in group.specs)
 
     @cached_property
-    def updated_there_numel(self) -> int:
+    def updated_on_device_numel(self) -> int:
         """Number of trained parameters that are updated on the device."""
         groups = [group for unit in self.units if unit.resident_bytes for group in unit.local.trainable_groups]
         return sum(spec.numel for group in groups for spec in group.specs)

@@ -39,7 +39,7 @@ class UnitLoad:
 
     Attributes:
         resident: whether the unit is kept and updated on the device.
-        updated_there: whether the unit is updated on the device, with weights and gradients from RAM.
+        updated_on_device: whether the unit is updated on the device, with weights and gradients from RAM.
         forwards, backwards: number of fetches for forward and backward passes.
         fetched: bytes that one fetch moves to the device.
         read: bytes that one fetch reads from NVMe.
@@ -52,7 +52,7 @@ class UnitLoad:
 
     unit: UnitBytes
     resident: bool = False
-    updated_there: bool = False
+    updated_on_device: bool = False
     forwards: float = 0
     backwards: float = 0
     fetched: int = 0
@@ -166,7 +166,7 @@ def link_bytes(
         if unit.index not in in_ram:
             weights += fetches * unit.weight
             states += used.update * unit.trained_weight
-        if unit in inputs.updated_here and unit.index not in placement.optimizer.in_ram:
+        if unit in inputs.updated_on_processor and unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(inputs, unit)
@@ -187,8 +187,8 @@ def link_bytes(
         up=round(up),
         down=down,
         resident=_resident_bytes(inputs),
-        operands=sum(map(operands_of, inputs.states_there)),
-        results=sum(unit.trained_weight for unit in inputs.states_there),
+        operands=sum(map(operands_of, inputs.updated_on_device)),
+        results=sum(unit.trained_weight for unit in inputs.updated_on_device),
         gathered=round(gathered),
         exchanged=exchanged,
         decoded=round(decoded),
@@ -200,12 +200,12 @@ def _load(
     inputs: PlanInput, placement: StatePlacement, unit: UnitBytes, used: UnitFetches, *, speculates: bool
 ) -> UnitLoad:
     spills = unit.index not in placement.gradients.in_ram
-    there = unit.index in inputs.updated_there
+    there = unit.index in inputs.states_on_device
     weights = unit.index not in placement.weights.in_ram
     states = not there and unit.index not in placement.optimizer.in_ram
     return UnitLoad(
         unit,
-        updated_there=there,
+        updated_on_device=there,
         forwards=used.forwards,
         backwards=used.backwards,
         fetched=unit.full.home_bytes,
@@ -223,7 +223,7 @@ def _resident_bytes(inputs: PlanInput) -> int:
     if not inputs.commit_every:
         return 0
     whole = sum(unit.trained_weight + unit.state for unit in inputs.resident)
-    return (whole + sum(unit.state for unit in inputs.states_there)) // inputs.commit_every
+    return (whole + sum(unit.state for unit in inputs.updated_on_device)) // inputs.commit_every
 
 
 def operands_of(unit: UnitBytes) -> int:
@@ -362,7 +362,7 @@ def speculates(inputs: PlanInput, placement: StatePlacement, *, clips: bool) -> 
         return frozenset()
     moved = frozenset(
         unit.index
-        for unit in inputs.updated_here
+        for unit in inputs.updated_on_processor
         if unit.index not in placement.optimizer.in_ram
         and unit_may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)

@@ -47,7 +47,7 @@ def traffic(
         else:
             read += 2 * passes * unit.weight + unit.trained_weight
             written += unit.trained_weight
-        if unit.index in states_in_ram or unit.index in inputs.updated_there:
+        if unit.index in states_in_ram or unit.index in inputs.states_on_device:
             committed += unit.state
         else:
             read += unit.state

@@ -182,8 +182,8 @@ def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) 
 
 def _place_states(inputs: PlanInput, room: int) -> TierSplit:
     if inputs.cost(inputs.state) <= room or not inputs.config.nvme.paths:
-        return TierSplit("host", frozenset(unit.index for unit in inputs.updated_here))
-    costs = ((unit.index, inputs.cost(unit.state)) for unit in inputs.updated_here)
+        return TierSplit("host", frozenset(unit.index for unit in inputs.updated_on_processor))
+    costs = ((unit.index, inputs.cost(unit.state)) for unit in inputs.updated_on_processor)
     return TierSplit("nvme", as_far_as(costs, room))
 
 
@@ -297,7 +297,7 @@ def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacem
         room: bytes of host memory for gradients, if some gradients spill.
     """
     for each in _gradient_placements(inputs, room):
-        if inputs.updated_there <= each.in_ram:  # the device updates from RAM
+        if inputs.states_on_device <= each.in_ram:  # the device updates from RAM
             yield each
 
 
@@ -318,7 +318,9 @@ def _as_many_as_fit(inputs: PlanInput, room: int) -> frozenset[int]:
     smaller."""
     nothing, everything = _spilled(inputs, frozenset()), _spilled(inputs, inputs.trained)
     trained = (unit for unit in inputs.units if unit.state)
-    ordered = sorted(trained, key=lambda unit: (unit.index in inputs.updated_there, unit.gradient_native), reverse=True)
+    ordered = sorted(
+        trained, key=lambda unit: (unit.index in inputs.states_on_device, unit.gradient_native), reverse=True
+    )
     costs = [(unit.index, sum(everything.lease_bytes(unit, group) for group in unit.groups)) for unit in ordered]
     return as_far_as(costs, room - nothing.host_bytes)
 

@@ -232,7 +232,7 @@ class PlanInput:
         secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
             (sharded/gathered_slots.py).
         resident: bytes of the units all of whose states are kept on the device (resident_units.py).
-        updated_there: indices of the units in `units` whose optimizer states are kept on the device, where they are
+        states_on_device: indices of the units in `units` whose optimizer states are kept on the device, where they are
             updated, although their weights and gradients rest elsewhere.
     """
 
@@ -245,7 +245,7 @@ class PlanInput:
     commit_every: int
     secondary_bytes: int = 0
     resident: tuple[UnitBytes, ...] = ()
-    updated_there: frozenset[int] = frozenset()
+    states_on_device: frozenset[int] = frozenset()
 
     @cached_property
     def all_units(self) -> list[UnitBytes]:
@@ -257,28 +257,28 @@ class PlanInput:
         """Bytes of device memory for the states that are kept and updated there, for the gradients of the resident
         units, and for the memory of the updates."""
         whole = sum(unit.resident_bytes(fp32=self.resident_adds_up) for unit in self.resident)
-        return whole + sum(map(states_there_bytes, self.states_there)) + self.scratch_bytes + self.operand_bytes
+        return whole + sum(map(device_state_bytes, self.updated_on_device)) + self.scratch_bytes + self.operand_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of device memory for temporary values in the updates on the device, and in the norms of resident
         units."""
-        return scratch_bytes((*self.resident, *self.states_there))
+        return scratch_bytes((*self.resident, *self.updated_on_device))
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of device memory for the weights and gradients of updates of `updated_there`."""
-        return operand_bytes(self.states_there)
+        """Bytes of device memory for the weights and gradients of updates of `states_on_device`."""
+        return operand_bytes(self.updated_on_device)
 
     @cached_property
-    def states_there(self) -> list[UnitBytes]:
-        """Bytes of the units of `updated_there`."""
-        return [unit for unit in self.units if unit.index in self.updated_there]
+    def updated_on_device(self) -> list[UnitBytes]:
+        """Bytes of the units of `states_on_device`."""
+        return [unit for unit in self.units if unit.index in self.states_on_device]
 
     @cached_property
-    def updated_here(self) -> list[UnitBytes]:
+    def updated_on_processor(self) -> list[UnitBytes]:
         """Bytes of the units whose optimizer states are in RAM or on NVMe, and that the processor updates."""
-        return [unit for unit in self.units if unit.state and unit.index not in self.updated_there]
+        return [unit for unit in self.units if unit.state and unit.index not in self.states_on_device]
 
     @property
     def passes(self) -> int:
@@ -307,7 +307,7 @@ class PlanInput:
     @cached_property
     def state(self) -> int:
         """Bytes of the optimizer states that are not on the device."""
-        return sum(unit.state for unit in self.updated_here)
+        return sum(unit.state for unit in self.updated_on_processor)
 
     @cached_property
     def every(self) -> frozenset[int]:
@@ -339,12 +339,12 @@ class PlanInput:
 
     @cached_property
     def commit_bytes(self) -> int:
-        """Host memory for the states of resident units on their way to the store; 0 if there are no commits."""
+        """Host memory for the states on the device on their way to the store; 0 if there are no commits."""
         if not self.commit_every:
             return 0
         longest = max(_COMMIT_BYTES_MIN, self.limits.host // _COMMIT_SHARE_OF_HOST // PAGE_BYTES * PAGE_BYTES)
         whole = sum(unit.weight + unit.state for unit in self.resident)
-        return min(longest, whole + sum(unit.state for unit in self.states_there))
+        return min(longest, whole + sum(unit.state for unit in self.updated_on_device))
 
     @property
     def activation_bytes(self) -> int:
@@ -391,7 +391,7 @@ class PlanInput:
         """Return the size of the swap file without gradients."""
         total = 0
         for unit in self.units:
-            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram | self.updated_there
+            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram | self.states_on_device
             total += unit.trained_weight * self.copies(changes=True, in_ram=weights)
             total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=weights)
             total += unit.state * self.copies(changes=True, in_ram=states)
@@ -452,7 +452,7 @@ def scratch_bytes(resident: Iterable[UnitBytes]) -> int:
     return round_up(_SCRATCH_ITEMSIZE * min(numel, _SCRATCH_NUMEL), PAGE_BYTES)
 
 
-def states_there_bytes(unit: UnitBytes) -> int:
+def device_state_bytes(unit: UnitBytes) -> int:
     """Return the bytes of device memory for the optimizer states of a unit that is updated there."""
     return unit.state + FLAG_BYTES
 

@@ -4,7 +4,7 @@ fit.
 [Note: who gets memory first]
 memory.host is divided in this order. Each part gets memory that the earlier parts leave:
 
-1. gradients that ranks exchange, copies of weights that ranks keep for each other, states of resident units on their
+1. gradients that ranks exchange, copies of weights that ranks keep for each other, states on the device on their
    way to the store, and activations that `activations: auto` keeps in RAM (`PlanInput.reserved_bytes`);
 2. gradients, or the window in which they land, together with the staging of updates. Placements of gradients are tried,
    the best first. Each is tried with the staging that suits the budget, then with the smallest staging (`_fitting`).
@@ -112,7 +112,8 @@ def make_plan(
         return _fastest_plan(units, terms, can_recompute, sites, among, commits, disks)
 
     passing = replace(peers, sharing="transfers")
-    may_pass = peers.sharing == "weights" and terms.config.weights == "auto" and terms.config.nvme.paths and not commits
+    open_tiers = terms.config.weights == "auto" and terms.config.optimizer != "device" and terms.config.nvme.paths
+    may_pass = peers.sharing == "weights" and open_tiers and not commits
     try:
         plan = plan_of(peers)
     except DeviceRoomError:
@@ -193,7 +194,7 @@ def _fastest_plan(
         among = replace(peers, near=None) if once else peers
         secondary = 0 if among.near is None else secondary_bytes(units, among.near)
         # Weights that ranks share stay in RAM, and their gradients meet there. So only the states are on the device.
-        whole, there_only = (frozenset[int](), chosen) if limits.slice_count else (chosen, frozenset[int]())
+        whole, states_only = (frozenset[int](), chosen) if limits.slice_count else (chosen, frozenset[int]())
         resident = tuple(unit for unit in counted if unit.index in whole)
         others = tuple(unit for unit in counted if unit.index not in whole)
 
@@ -208,7 +209,7 @@ def _fastest_plan(
                 commits.every,
                 secondary,
                 resident,
-                there_only,
+                states_only,
             )
             made = _plan(inputs, commits, terms.device, recompute=kept.recompute, sites=sites, resumes=terms.resumes)
             return replace(made, peers=among)
@@ -298,7 +299,7 @@ def _plan(
     host_bytes += kept
     placement = StatePlacement(
         weights=_beside(placed.weights, inputs, others=bool(inputs.units)),
-        optimizer=_beside(placed.optimizer, inputs, inputs.updated_there, others=bool(inputs.updated_here)),
+        optimizer=_beside(placed.optimizer, inputs, inputs.states_on_device, others=bool(inputs.updated_on_processor)),
         gradients=_beside(
             TierSplit("nvme" if gradients.spills else "host", gradients.in_ram), inputs, others=bool(inputs.trained)
         ),
@@ -345,17 +346,17 @@ def _plan(
 
 
 def _beside(
-    split: TierSplit, inputs: PlanInput, there_only: frozenset[int] = frozenset(), *, others: bool
+    split: TierSplit, inputs: PlanInput, states_only: frozenset[int] = frozenset(), *, others: bool
 ) -> TierSplit:
     """Return the tiers of all units.
 
     Args:
         split: tiers of the units that are not on the device.
         inputs: the input of the planner.
-        there_only: units that are not resident and whose states of this kind are on the device.
+        states_only: units that are not resident and whose states of this kind are on the device.
         others: whether there are units that are not on the device.
     """
-    resident = frozenset(unit.index for unit in inputs.resident) | there_only
+    resident = frozenset(unit.index for unit in inputs.resident) | states_only
     return replace(split, tier=split.tier if others or not resident else "device", resident=resident)
 
 

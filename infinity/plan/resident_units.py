@@ -12,7 +12,9 @@ machine the planner chooses a share of the units that fit (fastest_plan.py). `de
 
 If several ranks share their weights in RAM, only a rank's slices of the optimizer states are kept on its device. The
 weights stay in RAM, where all ranks fetch them, and the gradients of all ranks are added there. An update copies the
-weights and the gradients of a slice to the device, and the new weights back.
+weights and the gradients of a slice to the device, and the new weights back. Such units still need slots. So `auto`
+leaves half of the memory to slots, or the bytes of all weights if these are less. Ranks do not compare shares
+(fastest_plan.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from infinity.config import SwapConfig
 from infinity.errors import PlanError
 from infinity.plan.budgets import needed_at_once
-from infinity.plan.plan_input import MemoryLimits, UnitBytes, operand_bytes, scratch_bytes, states_there_bytes
+from infinity.plan.plan_input import MemoryLimits, UnitBytes, device_state_bytes, operand_bytes, scratch_bytes
 from infinity.plan.speculation_memory import spread_out
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookedModule
@@ -67,26 +69,31 @@ def resident_units(
         if config.optimizer == "device":
             raise PlanError(f"optimizer: device is not possible: {reason}. Set optimizer: auto, host or nvme.")
         return frozenset()
-    moves = limits.slice_count > 0  # whether the weights and gradients of these units rest in RAM
-    costs = {unit.index: states_there_bytes(unit) if moves else unit.resident_bytes(fp32=adds_up) for unit in trained}
+    states_only = limits.slice_count > 0  # weights and gradients rest in RAM
+    costs = {
+        unit.index: device_state_bytes(unit) if states_only else unit.resident_bytes(fp32=adds_up) for unit in trained
+    }
 
     def beside(resident: Collection[int]) -> int:
         """Return the bytes that are needed on the device at least, beside what these units cost."""
-        others = [unit for unit in units if moves or unit.index not in resident]
+        others = [unit for unit in units if states_only or unit.index not in resident]
         slots = [unit.full for unit in others]
         if config.weights != "device":
             slots = needed_at_once([unit.full for unit in units], sites, {unit.index for unit in others})
         ring = sum(sorted(unit.full.gradient_bytes for unit in others)[-2:])
         decoding = sum(sorted(unit.encoded for unit in others)[-2:])
-        operands = operand_bytes(trained) if moves else 0
-        return sum(unit.weight_bytes for unit in slots) + ring + decoding + scratch_bytes(trained) + operands
+        nbytes = sum(unit.weight_bytes for unit in slots)
+        if states_only and config.optimizer == "auto":
+            nbytes = max(nbytes, min(sum(unit.full.weight_bytes for unit in units), limits.beside_activations // 2))
+        operands = operand_bytes(trained) if states_only else 0
+        return nbytes + ring + decoding + scratch_bytes(trained) + operands
 
     whole = sum(costs.values()) + beside(costs)
     if config.optimizer == "device" and whole > limits.device:
         raise PlanError(
             f"optimizer: device needs {format_bytes(whole)} of memory.device: {format_bytes(sum(costs.values()))} for "
-            f"{'' if moves else 'weights, '}optimizer states{'' if moves else ' and gradients'}, and the rest for "
-            f"{'weights and updates' if moves else 'other weights'}; memory.device is "
+            f"{'optimizer states' if states_only else 'weights, optimizer states and gradients'}, and the rest for "
+            f"{'weights and updates' if states_only else 'other weights'}; memory.device is "
             f"{format_bytes(limits.device)}. Raise memory.device to {enough_bytes(whole)} plus what activations need, "
             "or set optimizer: auto."
         )

@@ -59,7 +59,7 @@ def reserve(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacement
         return SpeculationMemory(UpdateTiming(config.overlap))
     moved = [unit for unit in _moved(inputs, placed) if unit.index in gradients.in_ram]
     if not moved:
-        if not inputs.updated_here and (inputs.resident or inputs.updated_there):
+        if not inputs.updated_on_processor and (inputs.resident or inputs.states_on_device):
             return _none("the device updates all units that are trained")
         return _none("the gradients spill to NVMe" if _moved(inputs, placed) else "the states are in RAM")
     moved = [unit for unit in moved if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
@@ -145,7 +145,7 @@ def _resting(inputs: PlanInput, placed: ChosenTiers, gradients: GradientPlacemen
     overlap, limits = inputs.config.overlap, inputs.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
-    resting = [unit for unit in inputs.updated_here if unit.index in placed.optimizer.in_ram]
+    resting = [unit for unit in inputs.updated_on_processor if unit.index in placed.optimizer.in_ram]
     return [unit for unit in reversed(resting) if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
@@ -240,4 +240,4 @@ def _lent_bytes(inputs: PlanInput, placed: ChosenTiers, tile_bytes: int, shadow_
 
 def _moved(inputs: PlanInput, placed: ChosenTiers) -> list[UnitBytes]:
     """Return the units whose states come from NVMe."""
-    return [unit for unit in inputs.updated_here if unit.index not in placed.optimizer.in_ram]
+    return [unit for unit in inputs.updated_on_processor if unit.index not in placed.optimizer.in_ram]

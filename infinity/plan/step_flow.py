@@ -24,7 +24,8 @@ class UnitSeconds:
 
     Attributes:
         forward_s, backward_s: forward and backward, on the device.
-        on_device: the update on the device; 0 if the unit is not resident.
+        on_device: the update on the device in front of the forward; 0 if the unit is not resident.
+        beside: the update on the device beside computing, with weights and gradients from RAM; 0 if there is none.
         fetch_forward, fetch_backward: the link to the device, for the fetch before the forward and the backward.
         read_forward, read_backward: the disks, for these fetches.
         down: the link from the device.
@@ -40,6 +41,7 @@ class UnitSeconds:
     forward_s: float
     backward_s: float
     on_device: float
+    beside: float
     fetch_forward: float
     fetch_backward: float
     read_forward: float
@@ -97,7 +99,7 @@ class StepFlow:
     def __init__(self, units: Sequence[UnitSeconds], slot_bytes: int, ring_bytes: int, norm: float) -> None:
         self._units, self._slot_bytes, self._ring_bytes, self._norm = units, slot_bytes, ring_bytes, norm
         self._device, self._up, self._down = _Resource(), _Resource(), _Resource()
-        self._processor, self._disks = _Resource(), _Resource()
+        self._processor, self._disks, self._beside = _Resource(), _Resource(), _Resource()
         self._updated = [0.0] * len(units)
         self._computed = _Uses()  # of the slots
         self._update_begins = [0.0, 0.0]
@@ -173,7 +175,7 @@ class StepFlow:
         """Update a unit on the processor; its states are read while the unit before is updated."""
         unit = self._units[index]
         if not unit.update:
-            self._updated[index] = ready
+            self._updated[index] = self._beside.run(unit.beside, ready) if unit.beside else ready
             return
         read = self._disks.run(unit.read, self._update_begins[-2]) if unit.read else ready
         end = self._processor.run(unit.update, max(ready, read))

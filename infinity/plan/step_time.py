@@ -134,7 +134,7 @@ class _MachineShare:
 
     def updates(self, moved: LinkBytes) -> dict[str, float]:
         machine, layout = self._machine, self._plan.layout
-        numel = layout.trainable_numel - layout.updated_there_numel
+        numel = layout.trainable_numel - layout.updated_on_device_numel
         moments = self._plan.placement.form.moments
         adam = self._of_cores(numel / machine.adam.get(moments, machine.adam["fp32"]))
         states = moved.states + moved.written + moved.commit_share
@@ -143,8 +143,8 @@ class _MachineShare:
             "processor": adam + self._of_cores(states / machine.checksums),
             "memory": self._ranks * numel * ADAM_BYTES[moments] / machine.dram,
         }
-        if layout.updated_there_numel:
-            there = layout.updated_there_numel * RESIDENT_ADAM_BYTES + layout.resident_numel * RESIDENT_NORM_BYTES
+        if layout.updated_on_device_numel:
+            there = layout.updated_on_device_numel * RESIDENT_ADAM_BYTES + layout.resident_numel * RESIDENT_NORM_BYTES
             busy["compute"] = there / machine.hbm
             busy["up"], busy["down"] = moved.operands / machine.up, moved.results / machine.down
             busy["memory"] += self._ranks * (moved.operands + moved.results) / machine.dram
@@ -171,12 +171,13 @@ class _MachineShare:
         def seconds(load: UnitLoad, of_unit: float) -> UnitSeconds:
             numel = sum(group.group.numel for group in load.unit.groups if group.group.trainable)
             written = self.disk(0, load.states_written)
-            there = load.resident or load.updated_there
+            there = load.resident or load.updated_on_device
             checked = cores((load.states_read + load.states_written + load.read * load.forwards) / machine.checksums)
             return UnitSeconds(
                 forward_s=of_unit / whole * work.forward_flops / machine.flops,
                 backward_s=of_unit / whole * (work.flops - work.forward_flops) / machine.flops,
-                on_device=self._on_device(load, numel) if there else 0.0,
+                on_device=numel * RESIDENT_ADAM_BYTES / machine.hbm if load.resident else 0.0,
+                beside=self._beside(load, numel) if load.updated_on_device else 0.0,
                 fetch_forward=load.forwards * load.fetched / machine.up,
                 fetch_backward=load.backwards * load.fetched / machine.up,
                 read_forward=self.disk(load.forwards * load.read, 0),
@@ -196,14 +197,11 @@ class _MachineShare:
         norm = self._plan.layout.resident_numel * RESIDENT_NORM_BYTES / machine.hbm
         return StepFlow(units, self._plan.budgets.slot_bytes, self._plan.budgets.ring_bytes, norm).seconds()
 
-    def _on_device(self, load: UnitLoad, numel: int) -> float:
-        """Return the seconds of a unit's update on the device. The copies to and from RAM run beside other updates."""
-        machine = self._machine
-        copies = (
-            max(operands_of(load.unit) / machine.up, load.unit.trained_weight / machine.down)
-            if load.updated_there
-            else 0.0
-        )
+    def _beside(self, load: UnitLoad, numel: int) -> float:
+        """Return the seconds of a unit's update on the device with weights and gradients from RAM. Its copies run
+        beside the updates of other units."""
+        machine, unit = self._machine, load.unit
+        copies = max(operands_of(unit) / machine.up, unit.trained_weight / machine.down)
         return max(numel * RESIDENT_ADAM_BYTES / machine.hbm, copies)
 
     @property

@@ -114,6 +114,8 @@ class DeviceTier:
     def give_back(self) -> None:
         """Free the device memory. Call this after close(), when nothing uses the slab any more."""
         self.scratch.give_back()
+        if self.operands is not None:
+            self.operands.give_back()
         resident = (self._resident_states, self._resident_gradients)
         for slab in (self.staying, self.slots, self.ring, self.decoding, *resident):
             slab.give_all_back()
@@ -145,7 +147,7 @@ def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
     except torch.OutOfMemoryError as error:
         encoded = f", for encoded weights ({format_bytes(decoding)})" if decoding else ""
         if plan.budgets.resident_bytes:
-            encoded += f", for units that stay there ({format_bytes(plan.budgets.resident_bytes)})"
+            encoded += f", for states that stay there ({format_bytes(plan.budgets.resident_bytes)})"
         raise PlanError(
             f"{accelerator.device} has no free block of {format_bytes(nbytes)}, which the plan needs "
             f"for weights ({format_bytes(slots)}){encoded} and for gradients under way ({format_bytes(ring)}). Lower "

@@ -10,7 +10,7 @@ import torch
 
 from infinity import _native
 from infinity.io.arena import Lease
-from infinity.io.engine import BackgroundWork
+from infinity.io.engine import BackgroundWork, Transfer
 from infinity.io.store import Extent
 from infinity.state.moments import Moment
 from infinity.state.unit import FlatParameterGroup, Unit
@@ -18,6 +18,7 @@ from infinity.tiers.resident import ResidentMemory
 
 if TYPE_CHECKING:
     from infinity.tiers.resources import ModelResources
+    from infinity.tiers.state_writer import StateWrite
 
 
 @dataclass(eq=False)
@@ -69,10 +70,18 @@ class StateHome:
         """Write uint8 values in RAM to the bytes of a state in memory, from `begin` on."""
         torch.frombuffer(self.view(), dtype=torch.uint8)[begin : begin + values.numel()].copy_(values)
 
-    def save(self, resources: ModelResources, copy_index: int) -> BackgroundWork:
-        """Start to write a state in memory to a copy in the store."""
+    def save(
+        self, resources: ModelResources, copy_index: int, after: _native.IOFuture | None = None
+    ) -> StateWrite | Transfer:
+        """Start to write a state in memory to a copy in the store.
+
+        Args:
+            resources: resources of the model.
+            copy_index: index of the copy.
+            after: request after which the state in RAM is complete; None: it is complete.
+        """
         store = resources.require_store()
-        return store.write(self.stored(), self.view(), io_class="states", copy_index=copy_index)
+        return store.write(self.stored(), self.view(), io_class="states", copy_index=copy_index, after=after)
 
     def load(self, resources: ModelResources) -> Sequence[BackgroundWork]:
         """Start to read a state in memory from the store. Return the reads that have not ended."""
@@ -131,7 +140,9 @@ class ResidentHome(StateHome):
     def write(self, begin: int, values: torch.Tensor) -> None:
         self.memory.write(begin, values)
 
-    def save(self, resources: ModelResources, copy_index: int) -> BackgroundWork:
+    def save(
+        self, resources: ModelResources, copy_index: int, after: _native.IOFuture | None = None
+    ) -> StateWrite | Transfer:
         return resources.require_state_writer().write(self, copy_index)
 
     def load(self, resources: ModelResources) -> Sequence[BackgroundWork]:
@@ -273,7 +284,7 @@ class UnitHomes:
     flags: ResidentMemory | None = None
 
     @property
-    def are_updated_there(self) -> bool:
+    def are_updated_on_device(self) -> bool:
         """Whether the optimizer states rest on the device, where the unit is updated."""
         return self.flags is not None
 

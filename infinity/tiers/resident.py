@@ -1,6 +1,6 @@
-"""Memory of resident units: units all of whose states rest on the device, and that are updated there.
+"""Memory of states that rest on the device and are updated there.
 
-[Note: who uses the memory of a resident unit] Forwards, backwards and updates use it on the streams of their threads.
+[Note: who uses the memory of a resident unit] Forwards, backwards and updates use it, each on its stream.
 Commits copy it to the host on a stream of their own. A write waits for all earlier reads and writes, and a read waits
 for the last write. The host does not wait, so an update counts as computed once its kernels are queued: every later use
 on the device is ordered behind it.

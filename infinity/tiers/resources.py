@@ -59,13 +59,13 @@ class ModelResources:
         torch_device: device on which models compute.
         device: device tier; None when models compute in host memory.
         activation_memory: host memory for tensors that a forward keeps.
-        commit_ring: host memory for states of resident units on their way to or from the store.
+        commit_ring: host memory for states on the device on their way to or from the store.
         idle: clock of the device's idle time.
         weights: memory of the weights in RAM.
         transfers: memory that weights are fetched into, or pass on their way to the device (WeightsMemory.transfers).
         decoding: decoder of encoded weights for slots in host memory; None when no weights are decoded in host memory.
         activations: tier of the tensors that a forward keeps; None if these stay on the device.
-        state_writer: queue of states from the device to the store; None when no unit is resident, or without commits.
+        state_writer: queue of states from the device to the store; None when no states are there, or without commits.
 
     Raises:
         SwapIOError: the swap file cannot be made.
@@ -298,12 +298,12 @@ class ModelResources:
             for index, group in enumerate(layout.groups)
             if name in group.states and group.states[name].lease_bytes
         }
-        there, flags = self._open_states_there(layout)
+        there, flags = self._open_device_states(layout)
         trained = [index for index, group in enumerate(layout.groups) if group.states]
         states = {index: self._open_states(layout, index, leases, there) for index in trained}
         return UnitHomes(weights, states, flags)
 
-    def _open_states_there(
+    def _open_device_states(
         self, layout: UnitLayout
     ) -> tuple[dict[tuple[str, int], ResidentMemory], ResidentMemory | None]:
         """Return the device memory of the states that are kept there, by state and group, and of the flags of their

@@ -6,7 +6,7 @@ on the device, and the old values need not be kept. It is written when its kerne
 committed, when its states are in the store.
 
 If the weights and gradients rest in RAM, because several ranks share them, they are copied to the device for the update
-(tiers/operands.py). Such an update is computed when the new weights are in RAM.
+(tiers/operands.py), beside the compute of other streams. The new weights are published when they are in RAM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from infinity.io.engine import Transfer
 from infinity.state.update_request import GroupUpdate, SegmentRequest
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.home import StateHome
-from infinity.tiers.operands import OperandQueue, Operands, SentWeights
+from infinity.tiers.operands import Operands
 from infinity.tiers.resident import ResidentMemory
 from infinity.tiers.resources import ModelResources
 from infinity.tiers.state_writer import StateWrite
@@ -54,7 +54,6 @@ class ResidentTransfer:
     _flag: ResidentMemory
     _writes: Sequence[StateWrite | Transfer]
     landed: Transfer | None = None
-    _event: Event | None = None  # behind the copy of the new weights
 
     def until(self, milestone: Milestone) -> ResidentTransfer:
         """Return the transfer up to a milestone."""
@@ -71,40 +70,32 @@ class ResidentTransfer:
     def done(self) -> bool:
         """Return whether the transfer has reached its milestone or has failed.
 
-        All later uses on the device are ordered behind the update, so only the arrival in RAM and "written" take time.
-        "written" includes the kernels, so that `finite` need not wait for them.
+        All later uses on the device are ordered behind the update, and uses of new weights in RAM wait for their
+        publication (UnitUpdate.publication). So only "written" takes time. It includes the kernels, so that `finite`
+        need not wait for them.
         """
-        if self.landed is not None and not self.landed.done():
-            return False
         if self.milestone != "written":
             return True
         return all(write.done() for write in self._writes) and self._updates.accelerator.reached(self._computed)
 
     def wait(self) -> None:
-        """Wait until the new weights and the states are where they rest, or a transfer has failed. For states on the
-        device, this does not wait for the device."""
-        for transfer in self._awaited:
-            transfer.wait()
+        """Wait until the states are in the store, or a write has failed. This does not wait for the device."""
+        for write in self._writes if self.milestone == "written" else ():
+            write.wait()
 
     def result(self) -> None:
-        """Wait, and raise the error of a transfer.
+        """Wait, and raise the error of a write to the store.
 
         Raises:
-            SwapIOError: a write to the store, or the copy of the new weights to RAM, failed.
+            SwapIOError: a write failed.
         """
-        for transfer in self._awaited:
-            transfer.result()
-
-    @property
-    def _awaited(self) -> list[StateWrite | Transfer]:
-        landed = [] if self.landed is None else [self.landed]
-        return [*landed, *(self._writes if self.milestone == "written" else ())]
+        for write in self._writes if self.milestone == "written" else ():
+            write.result()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a write to the store, or the copy of the new weights to RAM, has failed. Does not wait."""
-        landed = self.landed is not None and self.landed.has_failed
-        return landed or any(write.has_failed for write in self._writes)
+        """Whether a write to the store has failed. Does not wait."""
+        return any(write.has_failed for write in self._writes)
 
     @property
     def finite(self) -> bool:
@@ -131,16 +122,12 @@ class ResidentUpdates:
             raise AssertionError("an update on the device without a device")
         return self._resources.device
 
-    @property
-    def _queue(self) -> OperandQueue:
-        if self._device.operands is None:
-            raise AssertionError("an update from RAM on a device without memory for it")
-        return self._device.operands
-
     def begin(self, unit: OffloadedUnit, update: UnitUpdate, *, step: int) -> dict[int, ResidentTransfer]:
-        """Queue the update of a unit on this thread's stream, and begin its writes to the store.
+        """Queue the update of a unit, and begin its writes to the store.
 
-        The writes begin behind the updates of all groups: an update would wait for copies that are under way.
+        The update of a resident unit is queued on this thread's stream, in front of the next forward. Other updates
+        have a stream of their own, because the next forward waits for each unit's new weights in RAM only. The writes
+        begin behind the updates of all groups: an update would wait for copies that are under way.
 
         Returns:
             The transfers, by group index.
@@ -148,28 +135,39 @@ class ResidentUpdates:
         Raises:
             InfinityError: the device's arithmetic is no longer the native kernel's.
         """
-        flags, sent = dict[int, ResidentMemory](), dict[int, SentWeights]()
-        for index in update.wanted:
-            operands, home = self._operands(unit, index), unit.homes.weights.groups[index]
-            flags[index] = self._compute(unit, update, index, operands, step=step)
-            if home.lease is not None:
-                sent[index] = self._queue.send(operands, home.view())
-        computed = self.accelerator.record(self.accelerator.current())
-        transfers = {}
-        for index, flag in flags.items():
-            landed, event = None, None
-            if index in sent:
-                landed, event = Transfer(sent[index].future, unit.name, "weight", step), sent[index].event
-            writes = self._write(update.destinations[index], landed)
-            transfers[index] = ResidentTransfer(step, "written", self, computed, flag, writes, landed, event)
-        return transfers
+        queue = self._device.operands
+        stream = (
+            self.accelerator.current() if queue is None or unit.homes.weights.resident is not None else queue.updates
+        )
+        flags, landed = dict[int, ResidentMemory](), dict[int, Transfer | None]()
+        with self.accelerator.on(stream):
+            for index in update.wanted:
+                operands = self._operands(unit, index)
+                flags[index] = self._compute(unit, update, index, operands, step=step)
+                future = None if queue is None else queue.send(operands)
+                landed[index] = None if future is None else Transfer(future, unit.name, "weight", step)
+            computed = self.accelerator.record(stream)
+        return {
+            index: ResidentTransfer(
+                step,
+                "written",
+                self,
+                computed,
+                flag,
+                self._write(update.destinations[index], landed[index]),
+                landed[index],
+            )
+            for index, flag in flags.items()
+        }
 
     def _operands(self, unit: OffloadedUnit, group_index: int) -> Operands:
         """Return the device memory of a group's weights and gradients. If they rest in RAM, they are copied first."""
         home, gradients = unit.homes.weights.groups[group_index], unit.gradients.groups[group_index]
         if isinstance(gradients, ResidentGradients):
             return Operands(home.on_device(), gradients.memory, gradients.dtype)
-        return self._queue.bring(home.view(), gradients.in_ram(), gradients.dtype)
+        if self._device.operands is None:
+            raise AssertionError("an update from RAM on a device without memory for it")
+        return self._device.operands.bring(home.view(), gradients.in_ram(), gradients.dtype)
 
     def _compute(
         self, unit: OffloadedUnit, update: UnitUpdate, group_index: int, operands: Operands, *, step: int
@@ -215,19 +213,12 @@ class ResidentUpdates:
             destinations: destinations of the group.
             landed: arrival of the new weights in RAM; None if they stay on the device.
         """
-        writes: list[StateWrite | Transfer] = []
-        for each in destinations.values():
-            if each.copy_index is None:
-                continue
-            if each.home.lease is None or landed is None:
-                writes.append(self._resources.require_state_writer().write(each.home, each.copy_index))
-            else:
-                store, extent = self._resources.require_store(), each.home.stored()
-                write = store.write(
-                    extent, each.home.view(), io_class="states", copy_index=each.copy_index, after=landed.future
-                )
-                writes.append(write)
-        return writes
+        after = None if landed is None else landed.future
+        return [
+            each.home.save(self._resources, each.copy_index, after)
+            for each in destinations.values()
+            if each.copy_index is not None
+        ]
 
     def _scratch_of(self, wanted: GroupUpdate, dtypes: StateDtypes, step: int, memory: torch.Tensor) -> Scratch:
         """Return the temporary memory for an update, with the kernels or the form of root that are right on this

@@ -68,7 +68,7 @@ class UpdateQueue:
         """Return whether a speculative update of the unit would be useful, and can write its new values without
         overwriting current values."""
         weights, states = unit.homes.weights, unit.homes.all_states()
-        if unit.update is not None or not states or unit.homes.are_updated_there:
+        if unit.update is not None or not states or unit.homes.are_updated_on_device:
             return False
         at_home = weights.lease is not None
         if not may_speculate(
@@ -280,7 +280,7 @@ class UpdateQueue:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
         with profiled("update", unit.name):
-            if unit.homes.are_updated_there:
+            if unit.homes.are_updated_on_device:
                 update.transfers.update(self._resident.begin(unit, update, step=step))
                 return
             for index in wanted:

@@ -204,8 +204,8 @@ OF_RESIDENT_UNITS = [
     Mutant(
         "new weights are written to the store when they have come from the device",
         "infinity/units/resident_update.py",
-        "copy_index=each.copy_index, after=landed.future",
-        "copy_index=each.copy_index",
+        "each.home.save(self._resources, each.copy_index, after)",
+        "each.home.save(self._resources, each.copy_index)",
         _RANKS,
     ),
     Mutant(
@@ -218,8 +218,36 @@ OF_RESIDENT_UNITS = [
     Mutant(
         "the gradients of updates on the device have room in RAM",
         "infinity/plan/placement.py",
-        "        if inputs.updated_there <= each.in_ram:",
+        "        if inputs.states_on_device <= each.in_ram:",
         "        if True:",
         _PLAN,
+    ),
+    Mutant(
+        "a closed model keeps no memory of operands",
+        "infinity/tiers/device.py",
+        "            self.operands.give_back()\n",
+        "            pass\n",
+        _RANKS,
+    ),
+    Mutant(
+        "the pins of a store are read whatever the ranks shared",
+        "infinity/access/opening.py",
+        '"auto" if config.optimizer == "device" else config.optimizer',
+        "config.optimizer",
+        _RANKS,
+    ),
+    Mutant(
+        "states on the device leave slots to units that are fetched",
+        "infinity/plan/resident_units.py",
+        '        if states_only and config.optimizer == "auto":\n',
+        "        if False:\n",
+        _PLAN,
+    ),
+    Mutant(
+        "ranks do not compare plans, so that infinity plan shows the plan of a run",
+        "infinity/plan/fastest_plan.py",
+        "    if step.facts.rates is None or first.budgets.limits.slice_count:",
+        "    if step.facts.rates is None:",
+        ("tests/plan/test_fastest_plan.py", "-k", "several_ranks"),
     ),
 ]

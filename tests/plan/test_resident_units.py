@@ -84,3 +84,9 @@ def test_states_of_ranks_stay_off_the_device_if_their_gradients_have_no_room_in_
     assert not made.placement.optimizer.resident
     assert made.placement.gradients.tier == "nvme"
     assert len(plan("1GiB", host="96MiB", **nvme).placement.optimizer.resident) == 12
+
+
+def test_states_of_ranks_leave_half_of_the_device_to_slots_or_as_much_as_all_weights_take() -> None:
+    """The weights are 24 MiB. Half of 40 MiB is for activations, half of the rest for slots."""
+    assert plan("40MiB", peers=TWO).budgets.slot_bytes >= 10 << 20
+    assert plan("200MiB", peers=TWO).budgets.slot_bytes == 24 << 20

@@ -9,8 +9,8 @@ import pytest
 from infinity.plan.step_flow import StepFlow, UnitSeconds
 
 IDLE = UnitSeconds(
-    forward_s=0, backward_s=0, on_device=0, fetch_forward=0, fetch_backward=0, read_forward=0, read_backward=0, down=0,
-    land=0, spill=0, update=0, read=0, write=0, slot_bytes=1, ring_bytes=1, speculates=False,
+    forward_s=0, backward_s=0, on_device=0, beside=0, fetch_forward=0, fetch_backward=0, read_forward=0,
+    read_backward=0, down=0, land=0, spill=0, update=0, read=0, write=0, slot_bytes=1, ring_bytes=1, speculates=False,
 )  # fmt: skip
 COMPUTES = replace(IDLE, forward_s=1, backward_s=2)
 
@@ -56,3 +56,11 @@ def test_reads_and_writes_of_updates_share_the_disks() -> None:
     units = 4 * [replace(COMPUTES, down=0.1, update=0.1, read=2, write=3)]
     assert seconds(units) == pytest.approx(4 * 5, rel=0.35)
     assert seconds(units) >= 4 * 5
+
+
+def test_updates_on_the_device_beside_computing_delay_only_what_needs_their_weights() -> None:
+    beside = replace(COMPUTES, beside=2)
+    assert seconds([COMPUTES] * 3) == 9
+    assert seconds([replace(COMPUTES, on_device=2)] * 3) == 15
+    assert seconds([COMPUTES, COMPUTES, beside]) == 9
+    assert seconds([beside, COMPUTES, COMPUTES]) == 11

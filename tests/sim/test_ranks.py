@@ -5,6 +5,8 @@ The weights go up from one copy in RAM that the ranks share. Gradients come down
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,23 @@ import torch
 import torch.distributed as dist
 
 import infinity
+from infinity.access.opening import pins_in_store
+from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.errors import InfinityError
 from infinity.sharded import rank_agreement
 from infinity.sharded.shared_homes import SharedHomes
+from infinity.state.offload_arguments import OffloadArguments
+from infinity.tiers.operands import OperandQueue, Operands
 from tests import sampling
 from tests.ranks.workers import run
-from tests.runtime.over_ranks import batch, offloaded, train
+from tests.runtime.over_ranks import Blocks, batch, offloaded, train
 from tests.runtime.test_rank_generations import batches_of, live, require_same
 from tests.sim import gate
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.fixtures import Simulation
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
+from tests.sim.test_resident import references
 
 TIERS = [
     {"weights": "host", "optimizer": "host"},
@@ -226,7 +233,7 @@ def test_no_rank_fetches_new_weights_that_another_ranks_device_has_not_sent() ->
 def states_on_device(model: torch.nn.Module) -> list[int]:
     """Return the units whose states are on the device, all of whose weights rest in RAM."""
     units = registry.coordinator_of(model).units
-    there = [unit for unit in units if unit.homes.are_updated_there]
+    there = [unit for unit in units if unit.homes.are_updated_on_device]
     assert all(unit.homes.weights.lease is not None for unit in there)
     assert all(home.in_memory and home.lease is None for unit in there for home in unit.homes.all_states())
     return [unit.index for unit in there]
@@ -260,6 +267,10 @@ def test_auto_puts_as_many_states_of_each_rank_on_its_device_as_fit() -> None:
     [
         ({"weights": "nvme"}, "only if they share all weights in RAM"),
         ({"ranks": {"wire": "gloo"}}, "only if they share all weights in RAM"),
+        (
+            {"weights": "auto", "memory": {"host": "256MiB", "device": "10MiB"}},
+            "for optimizer states, and the rest for",
+        ),
         ({"gradients": "nvme"}, "updates from gradients in RAM"),
         ({"moments": "int8"}, "moments: int8 is updated on the CPU only"),
         ({"memory": {"host": "256MiB", "device": "10MiB"}}, "for optimizer states, and the rest for weights and"),
@@ -288,3 +299,104 @@ def test_a_run_with_states_on_devices_goes_on_with_other_ranks_and_without_devic
         lives = run(ranks, gone_on, folder, there, done + 1, 6 // ranks, {"dtype": dtype})
         assert [life.losses[done] for life in lives] == [batches_of(one, rank, ranks)[done] for rank in range(ranks)]
     require_same([live(folder, {"weights": "host", "optimizer": "nvme"}, 3, 6, dtype=dtype)], one, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "options"),
+    [
+        (2, 1, {"model": {"experts": 6}, "max_grad_norm": 0.01}),
+        pytest.param(2, 2, {"some": True}, marks=pytest.mark.long),
+        pytest.param(2, 2, {"vertical": True}, marks=pytest.mark.long),
+        pytest.param(2, 1, {"cleared": True}, marks=pytest.mark.long),
+        pytest.param(4, 1, {}, marks=pytest.mark.long),  # the fourth rank has no slice
+        pytest.param(2, 1, {"model": {"norms": True}}, marks=pytest.mark.long),
+    ],
+    ids=["experts apart", "a head that only some batches use", "vertical", "cleared", "no slice", "norms"],
+)
+def test_whatever_is_trained_the_devices_of_ranks_update_to_the_bits_of_one_process(
+    tmp_path: Path, ranks: int, micro: int, options: dict[str, Any]
+) -> None:
+    options = {"steps": 2, "dtype": "bfloat16"} | options
+    config = {"weights": "host", "optimizer": "device", "memory": {"host": f"{128 * ranks}MiB", "device": "96MiB"}}
+    losses, norms, weights = train(str(tmp_path / "one"), IN_RAM, micro, ranks, **options)
+    found = run(ranks, on_device, random_policy(sampling.SEED), str(tmp_path / "all"), config, micro, ranks, options)
+    assert [result for result, _ in found] == [(losses[rank::ranks], norms, weights) for rank in range(ranks)]
+
+
+def closed(folder: str) -> tuple[int, int]:
+    """Take a step, make a generation and close the model.
+
+    Returns:
+        The references to the device's memory that the closed model keeps, and the pins that its store has room for.
+    """
+    config = {
+        "weights": "host", "nvme": {"paths": [folder]}, "commit_every": 1, "pins": 2,
+    } | with_device_bytes("device")  # fmt: skip
+    slabs: list[tuple[torch.Tensor, int]] = []
+    make = SimAccelerator.slab
+
+    def made(sim: SimAccelerator, nbytes: int) -> torch.Tensor:
+        slab = make(sim, nbytes)
+        slabs.append((slab, references(slab)))
+        return slab
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimAccelerator, "slab", made)
+        simulation = simulated(patch, LAZY)
+        model = offloaded("", config)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        model(batch(0, dist.get_rank(), torch.float32)).backward()
+        optim.step()
+        optim.zero_grad()
+        infinity.commit(model)
+        infinity.close(model)
+        simulation.finish()
+        ((slab, others),) = slabs
+        pins = pins_in_store(Blocks(torch.float32), OffloadArguments.of(load_config(config), "cpu", "adamw"))
+        return references(slab) - others, pins
+
+
+def test_a_closed_model_keeps_no_device_memory_and_its_folders_can_be_gone_on_from(tmp_path: Path) -> None:
+    """The optimizer, which the script keeps, keeps the coordinator."""
+    assert run(2, closed, str(tmp_path)) == [(0, 2), (0, 2)]
+
+
+_LAUNCH_FAILURE = 719  # cudart's error number
+
+
+def with_failing_copies() -> str:
+    """Take steps. What rank 1's device sends after the first update fails. Return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        simulated(patch, LAZY)
+        fails, call, send = list[bool](), gate._Gate._call, OperandQueue.send
+
+        def sent(queue: OperandQueue, operands: Operands) -> Any:
+            fails.append(True)
+            return send(queue, operands)
+
+        def called(of: Any, what: Callable[[], int]) -> int:
+            return _LAUNCH_FAILURE if fails and what.__name__ == "synchronize" else call(of, what)
+
+        if dist.get_rank() == 1:
+            patch.setattr(OperandQueue, "send", sent)
+            patch.setattr(gate._Gate, "_call", called)
+        model = offloaded("", {"weights": "host"} | with_device_bytes("device"))
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        said = ""
+        try:
+            for step in range(2):
+                model(batch(step, dist.get_rank(), torch.float32)).backward()
+                optim.step()
+                optim.zero_grad()
+        except InfinityError as error:
+            said = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(InfinityError):
+            infinity.close(model)
+        return said
+
+
+def test_new_weights_that_are_lost_on_their_way_from_a_device_are_an_error_on_all_ranks() -> None:
+    first, second = run(2, with_failing_copies)
+    assert first.startswith("PeerError: rank 1 failed: DeviceCopyError")
+    assert second.startswith("DeviceCopyError")
+    assert "weight" in second

@@ -154,7 +154,13 @@ def _bytes(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
     yield f"  one step      {said or 'nothing to or from NVMe'}: {per_parameter:.2f} B per parameter{rank}"
     if moved.up:
         commits = f", states for commits {format_bytes(moved.resident)}" if moved.resident else ""
-        yield f"  to the device {format_bytes(moved.up)}, gradients from it {format_bytes(moved.down)}{commits}"
+        updates = (
+            f", for updates there {format_bytes(moved.operands)} and back {format_bytes(moved.results)}"
+            if moved.operands
+            else ""
+        )
+        up, down = format_bytes(moved.up), format_bytes(moved.down)
+        yield f"  to the device {up}, gradients from it {down}{updates}{commits}"
 
 
 def _activations(scenario: PlanScenario, outcome: PlanOutcome) -> Iterator[str]:
