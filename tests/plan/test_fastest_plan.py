@@ -167,7 +167,7 @@ def test_activations_go_to_drives_only_if_no_other_plan_fits(rates: str | None) 
 def test_several_ranks_do_not_compare_plans_because_each_measures_other_rates() -> None:
     """So `infinity plan`, which knows rates, shows the plan of a run."""
     memory = {"device": "60GiB", "host": "400GiB"}
-    slow = replace(MACHINES["8xh200"], adam={"fp32": 1e8})
+    slow = replace(MACHINES["8xh200"], up=1e9)
     resident = set()
     for rates in (None, MACHINES["8xh200"], slow):
         facts = StepFacts(BatchShape(32, 2048), rates)
