@@ -33,6 +33,8 @@ SETUPS = [
     Setup(engine="threads", commit_every=2, frozen="nf4"),
     Setup(optimizer="host", frozen="int8"),
 ]
+RESUMED = 3
+"""Number of setups that `make test` kills while they resume."""
 RESIDENT = [
     Setup(weights="host", optimizer="host", engine="threads", keep=2, steps=4, resident="some"),
     Setup(weights="auto", optimizer="device", steps=4, resident="all"),
@@ -67,28 +69,31 @@ class Points:
 
     Attributes:
         axes: of each point; `make test` tries every value of an axis, and of `strength` axes together, in some setup.
+        setups: number of setups, the first of SETUPS, that share these points in `make test`.
     """
 
     points: Sequence[Kill]
     axes: Sequence[dict[str, Any]]
     strength: int = 1
+    setups: int = len(SETUPS)
 
     def walk(self, number: int) -> list[Kill]:
-        """Where `make test` kills the setup of this number, in one life after the other: all setups share the points
+        """Where `make test` kills the setup of this number, in one life after the other: the setups share the points
         that cover the axes."""
-        return [self.points[index] for index in self._sample()[number :: len(SETUPS)]]
+        return [self.points[index] for index in self._walked(number)]
 
     def others(self, number: int) -> list[Kill]:
         """Where the long forms kill it besides, once in each run: `make crash-test` at all points."""
         if KILLS >= 500:
             return list(self.points)
-        sample = self._sample()
+        walked = [self._walked(each) for each in range(len(SETUPS))]
         left = [(each, index) for each in range(len(SETUPS)) for index in range(len(self.points))]
-        left = [(each, index) for each, index in left if index not in sample[each :: len(SETUPS)]]
+        left = [(each, index) for each, index in left if index not in walked[each]]
         return [self.points[index] for each, index in sampling.some(left) if each == number]
 
-    def _sample(self) -> list[int]:
-        return sampling.covering(self.axes, self.strength)
+    def _walked(self, number: int) -> list[int]:
+        sample = sampling.covering(self.axes, self.strength)
+        return sample[number :: self.setups] if number < self.setups else []
 
 
 def acts(file: str, *numbers: int, names: tuple[str, ...]) -> list[AtAct]:
@@ -142,7 +147,7 @@ def in_a_resume() -> Points:
         else {"act": (point.kind, point.operation), "index": point.index}
         for point in points
     ]
-    return Points(points, axes)
+    return Points(points, axes, setups=RESUMED)
 
 
 @pytest.mark.parametrize("number", range(len(SETUPS)))
@@ -173,7 +178,10 @@ def test_killed_before_and_after_each_kind_of_write_and_sync(
     assert campaign.unreached <= 2  # before and after the last write of a run, in the setups that commit it last
 
 
-@pytest.mark.parametrize("number", range(len(SETUPS)))
+@pytest.mark.parametrize(
+    "number",
+    [*range(RESUMED), *(pytest.param(number, marks=pytest.mark.long) for number in range(RESUMED, len(SETUPS)))],
+)
 def test_killed_while_it_resumes_and_in_its_first_step_then(number: int, campaign: Campaign) -> None:
     first = AtAct("end fsync", "manifest", 2)  # two generations are there, and a third aside
     points, setup = in_a_resume(), SETUPS[number]

@@ -120,11 +120,15 @@ SAVED: dict[str, tuple[list[Act], list[Act], str]] = {
     "the same step is saved again in place": (TWICE, [("train", 1), ("save", "rotate")], "2"),
 }
 """The acts of a first life, those of the life that is killed, and the step that it goes back to."""
+LONG = {"the first pin", "the same step is saved again in place"}
+"""Cases whose acts other cases have, too."""
 ACTS = sampling.number(1, 400)
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in SAVED]
+)
 def test_killed_at_each_act_on_pins_pinned_manifests_and_markers(name: str, tmp_path: Path) -> None:
     first, second, back = SAVED[name]
     began, root = tmp_path / "began", tmp_path / "disk"

@@ -4,6 +4,7 @@ core once, and the linker takes it from any of them."""
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 import subprocess
@@ -30,9 +31,13 @@ BEYOND = re.compile(
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the baseline of x86-64")
 
 
-def beyond_the_baseline(path: Path) -> list[str]:
-    code = subprocess.run(["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True)
-    return BEYOND.findall(code.stdout)
+@functools.cache
+def beyond_the_baseline() -> dict[Path, list[str]]:
+    """Return the instructions beyond the baseline of each object. One process disassembles all objects."""
+    command = ["objdump", "-d", "--no-show-raw-insn", *OBJECTS]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, *parts = re.split(r"^(/.+\.o): +file format .+$", listing, flags=re.MULTILINE)
+    return {Path(path): BEYOND.findall(code) for path, code in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def test_there_are_objects_of_each_set() -> None:
@@ -41,17 +46,25 @@ def test_there_are_objects_of_each_set() -> None:
 
 
 def test_code_beyond_the_baseline_is_seen() -> None:
-    assert all(beyond_the_baseline(path) for path in OF_A_SET)
+    assert all(beyond_the_baseline()[path] for path in OF_A_SET)
 
 
 def test_other_files_have_no_code_beyond_the_baseline() -> None:
-    found = {path.name: beyond_the_baseline(path)[:3] for path in OBJECTS if path not in OF_A_SET}
+    assert list(beyond_the_baseline()) == OBJECTS
+    found = {path.name: lines[:3] for path, lines in beyond_the_baseline().items() if path not in OF_A_SET}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_files_of_a_set_share_no_function_with_others() -> None:
     """Weak symbols are those of which the linker keeps one."""
+    command = ["nm", "-A", "-C", "--defined-only", *OF_A_SET]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    symbols = {path: list[tuple[str, str]]() for path in OF_A_SET}
+    for line in listed.splitlines():
+        path, _, symbol = line.partition(".o:")
+        _, kind, name = symbol.split(" ", 2)
+        symbols[Path(f"{path}.o")].append((kind, name))
     for path, isa in OF_A_SET.items():
-        listed = subprocess.run(["nm", "-C", "--defined-only", path], capture_output=True, text=True, check=True).stdout
-        shared = [line.split(" ", 2)[2] for line in listed.splitlines() if line.split(" ", 2)[1] in "WVui"]
+        assert symbols[path]
+        shared = [name for kind, name in symbols[path] if kind in "WVui"]
         assert [name for name in shared if f"infinity::{isa}::" not in name and "DW.ref" not in name] == [], path.name

@@ -57,7 +57,7 @@ def on_machines(machines: str, gather: Any) -> Any:
         ("abab", "node", [(0, 0, 2, [1, 3]), (1, 0, 2, [2, 4]), (0, 1, 2, [1, 3]), (1, 1, 2, [2, 4])]),
         ("aab", "node", [(0, 0, 2, [1, 2]), (0, 1, 2, [1, 2]), (1, 0, 1, [3])]),
         ("aa", "none", [(0, 0, 2, [1]), (0, 1, 2, [2])]),
-        ("aa", "node", [(0, 0, 2, [1, 2]), (0, 1, 2, [1, 2])]),
+        pytest.param("aa", "node", [(0, 0, 2, [1, 2]), (0, 1, 2, [1, 2])], marks=pytest.mark.long),
     ],
 )
 def test_weights_are_gathered_over_the_world_a_machine_or_nobody(machines: str, gather: str, expected: Any) -> None:

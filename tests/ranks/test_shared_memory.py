@@ -188,6 +188,7 @@ def killed(victim: int, steps: int) -> float:
     raise AssertionError("no error")
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_killed_rank_is_named_in_time_and_leaves_nothing(victim: int, steps: int) -> None:

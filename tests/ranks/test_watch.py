@@ -190,6 +190,7 @@ def says_why(victim: int) -> Any:
     return told_by(collectives, operation("gather", 1), operation("gather", 2))
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("victim", range(N))
 def test_a_rank_that_fails_tells_all_others_why(victim: int) -> None:
     for rank, (ranks, told) in enumerate(run(N, says_why, victim)):

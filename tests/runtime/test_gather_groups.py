@@ -171,7 +171,14 @@ def kept(folder: str, config: dict[str, Any], machines: str) -> tuple[int, int, 
 
 
 @pytest.mark.parametrize(
-    ("gather", "machines", "near"), [("none", "aa", 1), ("none", "aaaa", 1), ("node", "aabb", 2), ("world", "aaaa", 4)]
+    ("gather", "machines", "near"),
+    [
+        ("none", "aa", 1),
+        pytest.param("none", "aaaa", 1, marks=pytest.mark.long),
+        ("node", "aabb", 2),
+        pytest.param("world", "aaaa", 4, marks=pytest.mark.long),
+        ("world", "aa", 2),
+    ],
 )
 def test_states_are_cut_over_all_ranks_and_copies_over_those_of_g(
     tmp_path: Path, gather: str, machines: str, near: int

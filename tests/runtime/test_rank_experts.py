@@ -22,7 +22,7 @@ from tests.runtime.test_experts import make
 HOST = {"weights": "host", "optimizer": "host"}
 
 
-@pytest.mark.covering(strength=1, most=6)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

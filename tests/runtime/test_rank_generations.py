@@ -275,7 +275,9 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["no manifest", "a damaged manifest", "a damaged state"])
+@pytest.mark.parametrize(
+    "how", ["no manifest", pytest.param("a damaged manifest", marks=pytest.mark.long), "a damaged state"]
+)
 def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(
     tmp_path: Path, undisturbed: Undisturbed, three_steps: Path, how: str
 ) -> None:
@@ -409,6 +411,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(changing: Changing, undisturbed:
 
 
 @pytest.mark.long(kept="only here a run goes on with more ranks, then in one process, over two disks")
+@pytest.mark.covering(most=1)
 @pytest.mark.parametrize("moments", ["int8"])
 @pytest.mark.parametrize("tiers", TIERS[3:])
 @pytest.mark.parametrize("dtype", ["bfloat16"])

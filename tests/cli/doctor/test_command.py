@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def test_this_machine_is_reported_with_all_rows_and_nothing_is_left(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "swap.yaml"]
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the probes in this process (tests/cli/doctor/test_subprocess_probes.py runs some in processes)."""
+
+    def look(groups: Sequence[ProbeGroup]) -> list[ProbeFinding]:
+        return [row for group in groups for probe in group.probes for row in probe.rows(probe.look())]
+
+    monkeypatch.setattr(command, "look", look)
+    monkeypatch.setattr(command, "ends", lambda act, within_s: True)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_table_begins_with_the_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +110,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("states", "code"), [(["ok"], 0), (["slower", "unknown"], 0), (["ok", "missing"], 1)], ids=str)
 def test_only_what_is_missing_is_a_failure(
     states: list[Any], code: int, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
