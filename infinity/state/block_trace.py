@@ -58,8 +58,9 @@ def trace_block(model: nn.Module, sequences: int, length: int) -> BlockBytes | N
         length: tokens of a sequence.
     """
     try:
-        traced = _without_values(model).train()
-        block = max(blocks_of(traced), key=lambda each: sum(one.numel() for one in each.parameters()))
+        index = _largest(blocks_of(model))
+        traced = _without_values(model, index).train()
+        block = blocks_of(traced)[index]
         once, twice = (_trace(traced, block, times * sequences, length) for times in (1, 2))
     except Exception as error:  # the model's own code may raise any exception
         logger.debug("the memory for activations is estimated: a block cannot be traced", exc_info=error)
@@ -84,13 +85,24 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     return max(lists(model), key=len, default=nn.ModuleList())
 
 
-def _without_values(model: nn.Module) -> nn.Module:
+def _largest(blocks: nn.ModuleList) -> int:
+    """Return the index of the first block that has the most parameters."""
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    return sizes.index(max(sizes))
+
+
+def _without_values(model: nn.Module, index: int) -> nn.Module:
+    """Return a copy on the meta device whose blocks are all copies of the first block, except the block `index`."""
     memo: dict[int, Any] = {}
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     for parameter in model.parameters():
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    blocks = blocks_of(model)
+    first, _ = (copy.deepcopy(blocks[each], memo) for each in (0, index))
+    for block in blocks:
+        memo.setdefault(id(block), first)
     copied = copy.deepcopy(model, memo)
     for parameter in copied.parameters():
         if parameter.requires_grad:
