@@ -10,7 +10,7 @@ import pytest
 
 import infinity
 from infinity import errors
-from tests.docs.messages import can_print, chunks_below, chunks_of, printed_by
+from tests.docs.messages import can_print, chunks_below, chunks_of, is_printed
 from tests.docs.pages import ROOT, Block, blocks
 
 PAGE = "docs/troubleshooting.md"
@@ -24,7 +24,7 @@ def sources() -> dict[Path, set[str]]:
 
 @pytest.mark.parametrize("block", MESSAGES, ids=str)
 def test_a_message_of_the_page_is_one_that_the_sources_print(block: Block, sources: dict[Path, set[str]]) -> None:
-    assert printed_by(sources, block.text), block.text
+    assert is_printed(sources, block.text), block.text
 
 
 def test_every_class_of_errors_has_a_section() -> None:
