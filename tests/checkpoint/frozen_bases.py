@@ -16,7 +16,7 @@ from tests.checkpoint.fp8 import batch
 from tests.conftest import weights_of
 from tests.models import loss_of
 
-STEPS = 20
+STEPS = 4
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import infinity
 from infinity.errors import PlanError
 from infinity.ranks import shared_memory
 from infinity.runtime import experts
+from tests import sampling
 from tests.models import loss_of
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import digest, offloaded, require_equal
@@ -41,7 +42,7 @@ def test_ranks_train_experts_that_are_apart_to_the_bits_of_one_process(
     model: dict[str, Any],
 ) -> None:
     config = HOST | {"optimizer": optimizer, "overlap": overlap}
-    options = {"dtype": dtype, "max_grad_norm": max_grad_norm, "model": model}
+    options = {"steps": sampling.number(2, 3), "dtype": dtype, "max_grad_norm": max_grad_norm, "model": model}
     require_equal(tmp_path, config, micro, ranks, **options)
 
 
