@@ -25,6 +25,7 @@ def train(model: Any, optim: Any, batch: Any) -> None:
     optim.zero_grad()
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("weights", ["nvme", "host"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_replay_moves_what_a_step_moves_and_changes_nothing(weights: str, dtype: torch.dtype, offload: Any) -> None:

@@ -25,7 +25,7 @@ from tests.conftest import states_of, weights_of
 from tests.models import llama
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_copy_is_a_model_plain_transformers_loads(

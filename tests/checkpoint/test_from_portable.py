@@ -31,7 +31,7 @@ FORMS = {
 }
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(("nvme", "nvme"), ("host", "host")), (("host", "host"), ("nvme", "nvme")), (("host", "nvme"), ("nvme", "host"))],
@@ -142,6 +142,7 @@ def test_a_bf16_run_goes_on_in_another_dtype_from_its_masters(
         assert torch.equal(weight, masters[f"{name}.master"].to(dtype)), name
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("rule", ["SGD", "Lion", "Adagrad"])
 def test_every_optimizer_goes_on(rule: str, config: Config, tmp_path: Path, opened: list[Any]) -> None:
     options = {"momentum": 0.9} if rule == "SGD" else {}

@@ -41,7 +41,7 @@ def loaded(swap_config: Any) -> Any:
         infinity.close(model)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trained_model_saved_is_the_model_plain_transformers_loads(

@@ -49,7 +49,7 @@ def same_values(one: Any, other: Any) -> bool:
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=5)
 @pytest.mark.parametrize("frozen", ["bf16", "nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)

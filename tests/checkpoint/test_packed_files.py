@@ -172,6 +172,7 @@ def test_a_model_that_is_trained_whole_begins_with_the_decoded_weights(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.covering(most=3)
 @every_form
 def test_a_resumed_run_has_the_bits_of_one_that_did_not_stop(
     name: str, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, swap_config: Any, tmp_path: Path
@@ -197,6 +198,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_did_not_stop(
     infinity.close(again)
 
 
+@pytest.mark.covering(most=4)
 @every_form
 def test_a_saved_model_is_bf16_and_has_the_names_of_the_parameters(
     name: str, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path
@@ -212,6 +214,7 @@ def test_a_saved_model_is_bf16_and_has_the_names_of_the_parameters(
     assert torch.equal(loaded.get_parameter(form.layer), expected[form.layer])
 
 
+@pytest.mark.covering(most=3)
 @every_form
 def test_saved_adapters_name_the_base_and_give_the_same_logits(
     name: str, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path

@@ -243,6 +243,7 @@ def test_the_encoded_form_stays_with_values_that_stay(
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("kind", CODECS)
 def test_adapters_train_as_on_the_decoded_weights(
     kind: str, base: Path, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path

@@ -81,6 +81,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering(most=3)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_peft_loads_trained_adapters_to_the_same_logits(
     config: Callable[[], Any], base: Path, offload: Offload, tmp_path: Path

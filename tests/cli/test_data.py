@@ -59,6 +59,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("between", ["\n", " ", "\n\n", "\r\n", "\t"])
 def test_a_long_text_is_one_document_with_the_tokens_of_the_whole(
     between: str, pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

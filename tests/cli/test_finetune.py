@@ -558,6 +558,7 @@ def test_lines_that_a_forked_process_pipes_are_plain(job: dict[str, Any], monkey
     require_plain(done.stdout, done.stderr)
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])
 def test_every_optimizer_can_be_chosen(optimizer: str, job: dict[str, Any]) -> None:
     lr = {"lion": 1e-3, "sgd": 1e-2}.get(optimizer, 3e-3)

@@ -99,6 +99,7 @@ def test_positions_that_the_config_does_not_tell_are_named_too(
 FEWER = [{"--sequence-length": 8}, {"--batch-size": 1}]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("fewer", FEWER, ids=["shorter", "fewer"])
 @pytest.mark.parametrize("of", ["forward", "backward"])
 def test_without_memory_for_a_pass_a_smaller_one_runs(

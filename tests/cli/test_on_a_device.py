@@ -126,7 +126,7 @@ GROUPS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.covering(most=5)
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_group_of_options_trains(group: str, job: dict[str, Any]) -> None:
     assert run(job | {"--steps": 2}, *map(str, GROUPS[group])) == 0

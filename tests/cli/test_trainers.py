@@ -103,6 +103,7 @@ def plain(job: dict[str, Any], rows: list[dict[str, Any]], method: str, lora: in
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize(
     ("method", "rows", "lora", "more"),
     [

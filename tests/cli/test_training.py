@@ -157,6 +157,7 @@ def losses_of(case: Case, folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.covering(most=7)
 @pytest.mark.parametrize("name", RECORDED)
 def test_losses_are_those_that_a_plain_loop_recorded(name: str, tmp_path: Path) -> None:
     assert losses_of(RECORDED[name], tmp_path) == pytest.approx(RECORDED[name].losses, rel=1e-6)

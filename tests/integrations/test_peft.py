@@ -54,7 +54,7 @@ def log_of(trainer: Trainer) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-@pytest.mark.covering(strength=1, most=3)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("kind", [pytest.param("LoRA", marks=pytest.mark.long), *KINDS[1:]])
 def test_adapters_on_an_offloaded_base_train_as_on_a_plain_one(
     kind: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path

@@ -88,7 +88,7 @@ def logs_that_are_expected() -> dict[tuple[str, object], list[float]]:
     return {}
 
 
-@pytest.mark.covering(strength=1, most=3)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize(
     ("quantization", "form"),
     [

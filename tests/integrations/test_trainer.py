@@ -64,6 +64,7 @@ def test_losses_and_norms_are_those_of_the_plain_script(
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_mixed_precision_is_near_the_plain_script(
@@ -257,6 +258,7 @@ def test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on(
         assert [entry["step"] for entry in one.state.log_history if "loss" in entry] == list(range(1, 7))
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("named", [True, "the same folder", False])
 def test_a_script_may_name_the_launchers_folder_too(
     named: bool | str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path

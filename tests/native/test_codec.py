@@ -327,12 +327,13 @@ def test_every_code_of_e4m3_with_every_size_of_scale_is_the_product_rounded_once
     assert same_numbers(ours, fp8_reference(codes, scales, block, DTYPES[dtype]))
 
 
+@pytest.mark.covering(strength=1)
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("kind", SCALES)
 def test_blocks_of_fp8_may_be_incomplete(kind: str, dtype: str, isa: str) -> None:
     generator = torch.Generator().manual_seed(SEED)
-    shapes = [(576, 160), (192, 576), (1, 1), (3, 5), (129, 64), (130, 128), (257, 300), (64, 1100), (5, TASK // 2)]
+    shapes = [(192, 160), (1, 1), (3, 5), (129, 64), (130, 128), (257, 300), (64, 1100), (5, TASK // 2)]
     for shape in shapes:
         for block in [(128, 128), (1, 32), (64, 192), (3, 7), (1000, 1000)]:
             grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))

@@ -66,6 +66,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: int = 20) -> li
     return losses
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("name", RULES)
 def test_it_is_torchs(name: str, tier: str, offload: Any) -> None:

@@ -92,7 +92,7 @@ def advised(error: PlanError, key: str) -> int:
     return nbytes
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize("overlap", ["off", "during_backward"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_device_budget_that_is_advised_works_and_one_page_less_is_refused(
@@ -130,6 +130,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(most=4)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_host_budget_that_is_advised_fits_one_page_less_does_not_and_all_larger_ones_do(
     config: dict[str, Any],

@@ -71,6 +71,7 @@ def test_32768_tokens_of_8b_fit_24_gb_because_the_slots_shrink() -> None:
     assert without.device_bytes + activations(step, without) > 21.6 * GIB
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("memory", [CONSUMER, H200])
 @pytest.mark.parametrize("tokens", [2048, 8192, 16384, 40960])
 @pytest.mark.parametrize("rates", [None, "h200-4"])

@@ -79,7 +79,7 @@ class Tied(nn.Module):
         return out
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("slots", [2, 3, 4, 6, 9])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.cpu_only("the device's own copies are counted elsewhere")

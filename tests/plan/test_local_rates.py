@@ -51,6 +51,7 @@ def of_run(model: Any, config: dict[str, Any], passes: int, facts: StepFacts, pe
     return opening.plan_for(model, discover(model), terms, peers)
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize(("micro_batches", "accumulation"), [(1, 1), (1, 2), (2, 2)])
 def test_a_run_makes_the_plan_that_infinity_plan_shows(
     micro_batches: int, accumulation: int, asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

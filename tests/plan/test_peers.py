@@ -44,6 +44,7 @@ def plan(
 NVME = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "16MiB", "host": "256MiB"}}
 
 
+@pytest.mark.covering(most=3)
 @pytest.mark.parametrize("count", [2, 3, 4, 16, 64])
 def test_the_slices_of_all_ranks_are_the_states_of_one(count: int) -> None:
     alone, shared = plan(**NVME), [plan(count, index, **NVME) for index in range(count)]

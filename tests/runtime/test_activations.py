@@ -86,7 +86,7 @@ def train(offload: Any, architecture: str, recomputes: str, micro_batches: int =
     return numbers, weights
 
 
-@pytest.mark.covering(strength=2, most=8)
+@pytest.mark.covering(strength=2, most=6)
 @pytest.mark.parametrize("recomputes", ["nothing", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("where", ["nvme", "host"])
@@ -303,6 +303,7 @@ def test_each_byte_is_written_once_and_read_once(vertical: bool, offload: Any) -
             assert read >= 0.98 * moved - 3 * (64 << 10)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("kind", ["error", "flip"])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_tensor_that_is_lost_is_an_error_and_the_next_pass_works(operation: Any, kind: Any, offload: Any) -> None:

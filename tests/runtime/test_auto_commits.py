@@ -56,6 +56,7 @@ def every(net: nn.Module) -> int:
     return registry.coordinator_of(net).resources.plan.placement.commit_every
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize(("weights", "optimizer"), [("nvme", "nvme"), ("host", "nvme"), ("host", "host")])
 def test_a_run_with_auto_is_resumed_to_the_same_bits(weights: str, optimizer: str, config: Any) -> None:
     swap = config(weights, optimizer)

@@ -236,6 +236,7 @@ def _copy_of(model: Model) -> Model:
     return made
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_models_of_transformers_train_in_automatic_tiles(name: str, offload: Any) -> None:
     losses = []

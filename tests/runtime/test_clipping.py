@@ -70,7 +70,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, batch: Any, clip: Clip
     return seen
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize("overlap", ["off", "during_backward"])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipping_with_torch_ends_where_torch_ends(clip: Clip, overlap: str, offload: Any) -> None:

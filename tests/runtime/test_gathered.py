@@ -71,6 +71,7 @@ def test_what_is_written_is_what_the_model_goes_on_with(trained: Trained) -> Non
     assert all(not torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
+@pytest.mark.covering(most=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_written_weight_has_a_master_of_exactly_its_value(place: str, offload: Any, tmp_path: Path) -> None:
     """Steps far below the spacing of bf16 only add up in the master: one that kept anything of the values before would

@@ -66,6 +66,7 @@ def look_and_double(loop: Fixed) -> None:
     double(loop)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("between", "before"),
     [(look, nothing), (nothing, double), (double, look), (look, double), (look_and_double, nothing)],
@@ -109,6 +110,7 @@ def test_several_steps_for_an_item_are_said_when_they_are_seen_and_at_a_resume(t
     infinity.close(again.model)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("every", "commits"), [(2, False), (1000, True)])
 @pytest.mark.parametrize("left", [6, 7], ids=["where an iteration ends", "between steps"])
 def test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say(

@@ -347,6 +347,7 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
         infinity.close(model)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize(("place", "commit_every"), [("nvme", 1), ("host", 2), ("host", 3)])
 def test_what_memory_held_before_is_not_in_a_generation(

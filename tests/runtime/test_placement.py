@@ -86,7 +86,7 @@ def shares(least: Plan) -> list[int]:
     return [base, base + weights // 2, base + weights + states // 3, base + weights + 4 * states // 5, 8 << 20]
 
 
-@pytest.mark.covering(strength=1, most=3)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("name", "dtype", "form"), FORMS)
 def test_any_share_in_ram_ends_in_the_same_bits(

@@ -102,6 +102,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("way", WAYS)
 def test_room_for_two_units_is_enough_for_the_bits_of_plain_torch(way: str, reentrant: bool, offload: Any) -> None:
@@ -115,6 +116,7 @@ def test_room_for_two_units_is_enough_for_the_bits_of_plain_torch(way: str, reen
     require_no_leaks(model)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("way", WAYS)
 def test_micro_batches_that_go_through_the_units_together_need_no_more_room(
@@ -223,6 +225,7 @@ def test_what_a_reentrant_recomputation_changes_in_place_is_refused_as_torch_doe
         model(given()).backward()
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_what_a_recomputation_raises_leaves_no_hook_and_the_next_step_is_good(

@@ -123,6 +123,7 @@ COMPUTED = [parametrizations.weight_norm, parametrizations.spectral_norm, symmet
 """Weights that are computed from others, which are new parameters, or the same ones of another module."""
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("compute", COMPUTED, ids=lambda each: each.__name__)
 def test_following_the_advice_a_weight_is_computed_from_now_on(
     compute: Callable[[Any], object], offload: Callable[..., Any], plain: tuple[Any, Batch]

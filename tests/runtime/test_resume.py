@@ -122,7 +122,7 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
 PLACEMENTS = [("nvme", "nvme"), ("host", "host"), ("host", "nvme"), ("nvme", "host")]
 
 
-@pytest.mark.covering(strength=1, most=3)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 @pytest.mark.parametrize("stop", [3, 5, 7])

@@ -86,6 +86,7 @@ def test_every_optimizer_ends_in_the_bits_of_a_run_that_waits(
     require_same(found[1], found[0])
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_what_comes_to_nothing_leaves_every_bit(moments: str, weights: str, tmp_path: Path) -> None:

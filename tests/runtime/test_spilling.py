@@ -170,7 +170,7 @@ def test_engine_and_tiles_change_no_bit(engine: str, update: Any, offload: Any, 
     assert_same(train(offload, "gpt2", torch.bfloat16, 2, gradients="nvme", nvme=nvme, update=update), expected)
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("passes", [None, 1, 4])
 @pytest.mark.parametrize("small", [False, True])

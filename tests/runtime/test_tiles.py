@@ -101,6 +101,7 @@ def test_a_tiled_layer_computes_what_the_whole_one_does(tiles: int) -> None:
         assert relative(value, wanted[name]) <= 1e-6, name
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tiles", [2, 8, 64])
 def test_in_16_bits_a_tiled_layer_is_as_near_to_fp32_as_the_whole_one(tiles: int, dtype: torch.dtype) -> None:
@@ -190,6 +191,7 @@ def test_the_device_needs_room_for_two_tiles_and_not_for_the_layer(offload: Any,
     assert needed[8] < 2.1 * block_bytes  # two blocks, which are larger than a tile
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 def test_layers_in_blocks_can_be_tiled(architecture: str, offload: Any, tmp_path: Path) -> None:
     losses = []

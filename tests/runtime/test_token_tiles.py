@@ -100,6 +100,7 @@ def results(module: nn.Module, given: torch.Tensor, came: torch.Tensor) -> tuple
 # -- offloaded models -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(most=8)
 @pytest.mark.parametrize("vertical", [False, True], ids=["ordinary", "vertical"])
 @pytest.mark.parametrize("recomputes", RECOMPUTES)
 @pytest.mark.parametrize("name", MODELS)
@@ -144,6 +145,7 @@ def test_one_gradient_lands_per_weight_and_backward(recomputes: str, offload: An
         assert landed == dict.fromkeys([(name, accumulate) for name in names], 1)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("recomputes", RECOMPUTES)
 @pytest.mark.parametrize("frozen", ["bf16", "nf4"])
 def test_adapters_inside_the_tiled_modules_train(frozen: str, recomputes: str, offload: Any) -> None:

@@ -63,6 +63,7 @@ def test_a_generation_of_another_number_of_ranks_is_in_the_way(tmp_path: Path) -
         assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("disks", [["a disk"], ["a disk", "b"]], ids=["one disk", "two disks"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_in_the_way_goes_with_the_command_that_is_named(ranks: int, disks: list[str], tmp_path: Path) -> None:

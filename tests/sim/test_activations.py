@@ -30,13 +30,14 @@ PLAIN = Case(
 )
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("device", ["tight", "roomy"])
 @pytest.mark.parametrize("habit", ["plain", "fails"])
 @pytest.mark.parametrize("where", ["nvme", "host"])
 def test_activations_move_in_order(where: str, habit: str, device: str, policy: Policy, tmp_path: Path) -> None:
     case = PLAIN._replace(activations=where, habit=habit, device=device)
-    expected = on_the_cpu(case, tmp_path / "cpu")
+    expected = on_the_cpu(case)
     with simulated(policy) as simulation:
         sim = simulation.sim
         on_another_stream = functools.partial(sim.on, sim.stream("another compute stream"))

@@ -285,6 +285,7 @@ def test_gradients_that_were_added_up_begin_the_next_step_in_fp32_and_native_thr
     infinity.close(model, discard=True)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("slots", "reads"), [(4, 1), (2, None)], ids=["room for all weights", "two slots"])
 def test_a_step_moves_the_bytes_of_the_plan(

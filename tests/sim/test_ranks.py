@@ -66,7 +66,7 @@ def simulated(patch: pytest.MonkeyPatch, policy: Policy) -> Simulation:
     return Simulation(patch, policy)
 
 
-@pytest.mark.covering(strength=1, most=7)
+@pytest.mark.covering(strength=1, most=6)
 @pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(sampling.SEED)], ids=str)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3])

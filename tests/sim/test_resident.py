@@ -162,6 +162,7 @@ def test_the_bits_are_those_of_states_in_ram(
         require_same(train(there, STEPS, **KINDS[kind]), expected)
 
 
+@pytest.mark.covering(most=3)
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_every_rule_is_updated_there(rule: str, tmp_path: Path) -> None:
     expected = train(_for(rule, tmp_path / "ram", "none"), range(4), rule=rule)
@@ -430,6 +431,7 @@ def caller() -> str:
     return "nowhere"
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("resident", RESIDENT)
 def test_a_step_takes_no_memory_but_for_activations(resident: str, passes: int, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, t
     return trained
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @every_policy
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 @pytest.mark.parametrize("passes", [1, 2])
@@ -116,7 +116,7 @@ def test_training_ends_in_the_bits_of_the_cpu(
     assert sim.counts["copies down"] > 0
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("in_a_thread", [True, False])
 @every_policy

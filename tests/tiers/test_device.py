@@ -63,6 +63,7 @@ def tier_of(model: nn.Module) -> DeviceTier:
     return tier
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("weights", "optimizer", "micro_batches", "gradients"),
     [
@@ -182,7 +183,7 @@ def test_a_unit_in_use_that_has_to_move_is_used_behind_its_new_upload(
     coordinator.end_use(2)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("at", range(1, 24, 5))
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_training_goes_on_after_the_device_had_no_memory(

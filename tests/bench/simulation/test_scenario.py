@@ -32,6 +32,7 @@ def seconds(machine: SimulatedMachine, task: Task, **config: Any) -> float:
     return figures.seconds
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 @pytest.mark.parametrize("clipped", [False, True])
@@ -42,6 +43,7 @@ def test_no_step_is_faster_than_a_resource(machine: SimulatedMachine, task: Task
     assert figures.seconds >= 0.97 * max(bounds(machine, figures).values())
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("machine", [CPU, replace(GPU, flops=4e12)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_overlap_saves_time(machine: SimulatedMachine, task: Task, weights: str) -> None:
