@@ -123,7 +123,7 @@ KILLS = [
 
 @pytest.mark.parametrize(
     "kill",
-    sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1, most=3),
+    sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1, most=2),
     ids=lambda kill: f"{kill.rank} {'after' if kill.after else 'before'} {kill.point} {kill.nth}",
 )
 def test_a_rank_that_is_killed_while_it_shares_memory_is_named_and_loses_no_generation(
