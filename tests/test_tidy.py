@@ -7,9 +7,11 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 import infinity
 from infinity import _native
@@ -17,12 +19,17 @@ from infinity import _native
 ROOT = Path(infinity.__file__).parent
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+Parse = Callable[[Path], ast.Module]
 
 
-def test_functions_stay_under_70_lines() -> None:
+@pytest.fixture(scope="module")
+def parsed() -> Parse:
+    """Return a function that parses each file once. The trees are not kept longer than the tests of this file: every
+    collection of garbage would visit them."""
+    return cache(lambda path: ast.parse(path.read_text()))
+
+
+def test_functions_stay_under_70_lines(parsed: Parse) -> None:
     long = []
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(parsed(path)):
@@ -54,7 +61,7 @@ _MANY_PARAMETERS = {
 }
 
 
-def test_functions_have_at_most_seven_parameters() -> None:
+def test_functions_have_at_most_seven_parameters(parsed: Parse) -> None:
     """More belong together: they are a value. That of offload is OffloadArguments (state/offload_arguments.py)."""
     many = set()
     for path in ROOT.rglob("*.py"):
@@ -105,7 +112,7 @@ def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
     assert found == []
 
 
-def test_every_file_begins_with_why_it_exists() -> None:
+def test_every_file_begins_with_why_it_exists(parsed: Parse) -> None:
     for path in ROOT.rglob("*.py"):
         assert ast.get_docstring(parsed(path)), path
 
@@ -117,7 +124,7 @@ _NO_NOUN = re.compile(
 )
 
 
-def test_docstrings_begin_as_a_reader_expects() -> None:
+def test_docstrings_begin_as_a_reader_expects(parsed: Parse) -> None:
     """No docstring begins with a clause in place of a noun. Those of attributes and properties begin with a noun."""
     assert list(_odd_docstrings(ast.parse('x = 1\n"""Of x."""\ndef f():\n    """Return x."""'))) == ["Of x."]
     repository = Path(__file__).parent.parent

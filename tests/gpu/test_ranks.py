@@ -18,7 +18,10 @@ TIERS = [
     {"weights": "host", "optimizer": "host"},
     {"weights": "host", "optimizer": "nvme"},
     {"weights": "nvme", "optimizer": "nvme"},
+    {"weights": "host", "optimizer": "device"},
 ]
+IN_RAM = {"weights": "host", "optimizer": "host"}
+"""Tiers of the process that has the batches of all ranks."""
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"there are not {RANKS} GPUs")
 
@@ -39,7 +42,7 @@ def test_ranks_with_gpus_train_to_the_bits_of_one(
     config = tiers | {"overlap": overlap, "frozen": frozen, "memory": {"host": "512MiB", "device": "64MiB"}}
     options = {"dtype": "bfloat16", "max_grad_norm": 0.01, "model": {"frozen": frozen != "auto"}}
     monkeypatch.setattr(over_ranks, "DEVICE", "cuda")
-    losses, norms, weights = on_gpu(str(tmp_path / "one"), config, 2, options)
+    losses, norms, weights = on_gpu(str(tmp_path / "one"), config | IN_RAM, 2, options)
     found = run(RANKS, on_gpu, str(tmp_path / "all"), config, 2, options, limit_s=120.0)
     assert found == [(losses[rank::RANKS], norms, weights) for rank in range(RANKS)]
 

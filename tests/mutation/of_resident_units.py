@@ -213,7 +213,7 @@ OF_RESIDENT_UNITS = [
         "infinity/plan/resident_units.py",
         '    if limits.gathers or (limits.slice_count and config.weights == "nvme"):\n',
         "    if False:\n",
-        _RANKS,
+        _PLAN,
     ),
     Mutant(
         "the gradients of updates on the device have room in RAM",

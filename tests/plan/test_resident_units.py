@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import load_config
+from infinity.errors import PlanError
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import FLAG_BYTES, NO_PEERS, PeerFacts
 from infinity.plan.planner import make_plan
@@ -90,3 +92,20 @@ def test_states_of_ranks_leave_half_of_the_device_to_slots_or_as_much_as_all_wei
     """The weights are 24 MiB. Half of 40 MiB is for activations, half of the rest for slots."""
     assert plan("40MiB", peers=TWO).budgets.slot_bytes >= 10 << 20
     assert plan("200MiB", peers=TWO).budgets.slot_bytes == 24 << 20
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"weights": "nvme"}, "only if they share all weights in RAM"),
+        ({"peers": replace(TWO, sharing="nothing")}, "only if they share all weights in RAM"),
+        ({"gradients": "nvme"}, "updates from gradients in RAM"),
+        ({"moments": "int8"}, "moments: int8 is updated on the CPU only"),
+        ({"device": "26MiB", "weights": "host"}, "for optimizer states, and the rest for weights and updates"),
+        ({"device": "26MiB", "weights": "auto"}, "for optimizer states, and the rest for weights and updates"),
+    ],
+)
+def test_why_states_of_ranks_cannot_be_on_the_device_is_said(config: dict[str, Any], said: str) -> None:
+    given = {"device": "1GiB", "peers": TWO, "nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0} | config
+    with pytest.raises(PlanError, match=said):
+        plan(given.pop("device"), optimizer="device", **given)
