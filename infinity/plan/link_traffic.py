@@ -166,7 +166,7 @@ def link_bytes(
         if unit.index not in in_ram:
             weights += fetches * unit.weight
             states += used.update * unit.trained_weight
-        if unit in inputs.updated_on_processor and unit.index not in placement.optimizer.in_ram:
+        if unit.index not in inputs.states_on_device and unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(inputs, unit)

@@ -389,9 +389,9 @@ class PlanInput:
 
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: frozenset[int]) -> int:
         """Return the size of the swap file without gradients."""
-        total = 0
+        total, in_memory = 0, states_in_ram | self.states_on_device
         for unit in self.units:
-            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram | self.states_on_device
+            weights, states = unit.index in weights_in_ram, unit.index in in_memory
             total += unit.trained_weight * self.copies(changes=True, in_ram=weights)
             total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=weights)
             total += unit.state * self.copies(changes=True, in_ram=states)

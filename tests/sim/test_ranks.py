@@ -32,7 +32,7 @@ from tests.sim import gate
 from tests.sim.accelerator import SimAccelerator
 from tests.sim.fixtures import Simulation
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
-from tests.sim.test_resident import references
+from tests.sim.test_resident import references, slabs_made
 
 TIERS = [
     {"weights": "host", "optimizer": "host"},
@@ -318,16 +318,8 @@ def closed(folder: str) -> tuple[int, int]:
     config = {
         "weights": "host", "nvme": {"paths": [folder]}, "commit_every": 1, "pins": 2,
     } | with_device_bytes("device")  # fmt: skip
-    slabs: list[tuple[torch.Tensor, int]] = []
-    make = SimAccelerator.slab
-
-    def made(sim: SimAccelerator, nbytes: int) -> torch.Tensor:
-        slab = make(sim, nbytes)
-        slabs.append((slab, references(slab)))
-        return slab
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimAccelerator, "slab", made)
+        slabs = slabs_made(patch)
         simulation = simulated(patch, LAZY)
         model = offloaded("", config)
         optim = infinity.AdamW(model.parameters(), lr=1e-2)

@@ -361,6 +361,18 @@ def test_the_devices_memory_is_free_after_the_model_is_closed(
     resident: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is free even if the script keeps the optimizer, which keeps the coordinator."""
+    slabs = slabs_made(monkeypatch)
+    with simulated(LAZY):
+        model = opened(tmp_path, resident, dtype=torch.bfloat16)
+        coordinator = registry.coordinator_of(model)
+        train(model, range(2))
+        ((slab, others),) = slabs
+        assert references(slab) == others
+        assert coordinator.closed
+
+
+def slabs_made(patch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, int]]:
+    """Return a list to which each slab that is made from now on is added, with the references to its new memory."""
     slabs: list[tuple[torch.Tensor, int]] = []
     make = SimAccelerator.slab
 
@@ -369,14 +381,8 @@ def test_the_devices_memory_is_free_after_the_model_is_closed(
         slabs.append((slab, references(slab)))
         return slab
 
-    monkeypatch.setattr(SimAccelerator, "slab", made)
-    with simulated(LAZY):
-        model = opened(tmp_path, resident, dtype=torch.bfloat16)
-        coordinator = registry.coordinator_of(model)
-        train(model, range(2))
-        ((slab, others),) = slabs
-        assert references(slab) == others
-        assert coordinator.closed
+    patch.setattr(SimAccelerator, "slab", made)
+    return slabs
 
 
 def references(tensor: torch.Tensor) -> int:
