@@ -136,7 +136,7 @@ class ArenaBytes:
             are copied to the device or decoded.
         bounce: gradients from the device that are to be added to gradients in host memory.
         copies: weights that were copied from the device for updates to read.
-        commits: states on the device that commits copy from the device.
+        commits: states that commits copy from the device.
         activations: tensors that a forward keeps for its backward.
         exchange: gradients on their way to the ranks that own them.
         secondary: copies of weights that this rank keeps for the gather group G (sharded/gathered_slots.py).

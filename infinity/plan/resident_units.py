@@ -112,7 +112,7 @@ def _refusal(config: SwapConfig, limits: MemoryLimits, trained: Sequence[UnitByt
     if limits.gathers or (limits.slice_count and config.weights == "nvme"):
         return "several ranks update on their devices only if they share all weights in RAM, and here they do not"
     if limits.slice_count and config.gradients == "nvme":
-        return "with several ranks it updates from gradients in RAM, and the config has gradients: nvme"
+        return "with several ranks the device updates from gradients in RAM, and the config has gradients: nvme"
     if config.moments != "fp32":
         return f"moments: {config.moments} is updated on the CPU only"
     if config.weights not in ("auto", "device", *(("host",) if limits.slice_count else ())):
