@@ -9,7 +9,7 @@ same order. Therefore a change of the order needs a new version of the store.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -202,20 +202,17 @@ class StorageLayout:
 
     @cached_property
     def trainable_numel(self) -> int:
-        groups = [group for unit in self.units for group in unit.local.trainable_groups]
-        return sum(spec.numel for group in groups for spec in group.specs)
+        return _trained_numel(self.units)
 
     @cached_property
     def resident_numel(self) -> int:
         """Number of trained parameters whose weights, states and gradients rest on the device."""
-        groups = [group for unit in self.units if unit.is_resident for group in unit.local.trainable_groups]
-        return sum(spec.numel for group in groups for spec in group.specs)
+        return _trained_numel(unit for unit in self.units if unit.is_resident)
 
     @cached_property
     def updated_on_device_numel(self) -> int:
         """Number of trained parameters that are updated on the device."""
-        groups = [group for unit in self.units if unit.resident_bytes for group in unit.local.trainable_groups]
-        return sum(spec.numel for group in groups for spec in group.specs)
+        return _trained_numel(unit for unit in self.units if unit.resident_bytes)
 
     @cached_property
     def trained_count(self) -> int:
@@ -236,6 +233,12 @@ class StorageLayout:
     def state_bytes(self) -> int:
         """Bytes of all optimizer states of the model, in any tier."""
         return sum(state.nbytes for unit in self.units for group in unit.groups for state in group.states.values())
+
+
+def _trained_numel(units: Iterable[UnitLayout]) -> int:
+    """Return the number of trained parameters of these units."""
+    groups = [group for unit in units for group in unit.local.trainable_groups]
+    return sum(spec.numel for group in groups for spec in group.specs)
 
 
 class _ExtentAllocator:
